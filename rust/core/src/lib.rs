@@ -6,6 +6,7 @@
 
 mod error;
 mod key;
+pub mod pool;
 pub mod units;
 
 pub use error::{Error, ErrorKind, Result};
