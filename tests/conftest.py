@@ -1,0 +1,59 @@
+"""What every test can rely on: GPU tests are skipped where there is no GPU, and say so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# vLLM on a CPU: in one process, without compilation, without network, and with one thread, which
+# is faster than two when anything else runs and makes sums reproducible.
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+# Before any test module imports torch or vLLM.
+for _name, _value in VLLM_ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+
+def gpu_problem() -> str | None:
+    """Why GPU tests cannot run here; None where they can."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return "no NVIDIA device on this machine"
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (problem := gpu_problem()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=problem))
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The folder of model folders (`make models`)."""
+    return Path(os.environ.get("LAKECACHE_MODELS", ROOT / ".models"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(models: Path) -> Path:
+    """The random qwen3 model; `make test` makes it."""
+    folder = models / "qwen3-tiny"
+    if not (folder / "config.json").exists():
+        pytest.skip("no .models/qwen3-tiny: run `make models`")
+    return folder
