@@ -76,6 +76,7 @@ test-rust: setup
 	fi
 
 test-python: build
+	@$(BIN)/python scripts/make_models.py qwen3-tiny
 	timeout --kill-after=30 $(PYTEST_LIMIT) $(BIN)/python -m pytest
 
 format: setup ## Format all sources

@@ -160,6 +160,7 @@ def main() -> int:
     unknown = [name for name in options.names if name not in RECIPES]
     if unknown:
         parser.error(f"unknown model {unknown[0]}: choose from {', '.join(RECIPES)}")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     for name in options.names or list(RECIPES):
         started = time.monotonic()
         if make(name, options.models.absolute()):
