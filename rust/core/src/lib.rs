@@ -7,6 +7,7 @@
 mod error;
 mod key;
 pub mod pool;
+pub mod sys;
 pub mod units;
 
 pub use error::{Error, ErrorKind, Result};
