@@ -22,7 +22,8 @@ export PATH := $(BIN):$(PATH)
 # With the test helpers of the core; the bindings are linked by an interpreter, so pytest tests them.
 RUST_TESTS := --locked --workspace --exclude lakecache-py --all-features
 PYTHON_FOLDERS := python tests scripts examples benches
-# The whole of pytest; each single test has a limit of its own (pyproject.toml).
+# Whole runs, in seconds; each single test has a limit of its own (nextest.toml, pyproject.toml).
+RUST_LIMIT ?= 1200
 PYTEST_LIMIT ?= 1200
 
 .PHONY: help setup models build demo test bench bench-setup lint format check-rust check-python \
@@ -69,10 +70,10 @@ stubtest: build
 
 test-rust: setup
 	@if cargo nextest --version >/dev/null 2>&1; then \
-	    cargo nextest run $(RUST_TESTS); \
+	    timeout --kill-after=30 $(RUST_LIMIT) cargo nextest run $(RUST_TESTS); \
 	    cargo test --quiet --doc $(RUST_TESTS); \
 	else \
-	    cargo test --quiet $(RUST_TESTS); \
+	    timeout --kill-after=30 $(RUST_LIMIT) cargo test --quiet $(RUST_TESTS); \
 	fi
 
 test-python: build

@@ -34,7 +34,8 @@ for candidate in ${PYTHON:-python3.11 python3.12 python3 "$HOME"/.pyenv/versions
     if "$candidate" -c '
 import sys, venv, ensurepip, ctypes
 sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; then
-        python=$("$candidate" -c 'import sys; print(sys.executable)')
+        # Not a virtual environment's: that one may be about to be made anew.
+        python=$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')
         break
     fi
 done

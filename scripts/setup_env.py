@@ -10,14 +10,16 @@ Only the standard library is used, because this runs before anything is installe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,6 +183,23 @@ class Environment:
         run([self.python, "-c", code], limit_s=300, env=env)
 
 
+@contextlib.contextmanager
+def only_one(path: Path, limit_s: float) -> Iterator[None]:
+    """Hold a file lock: of two runs at once the second one finds the work done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + limit_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SetupError(f"another setup holds {path}") from None
+                time.sleep(0.5)
+        yield
+
+
 def has_library(name: str) -> bool:
     try:
         ctypes.CDLL(name)
@@ -212,8 +231,9 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="also what benches need")
     options = parser.parse_args()
     try:
-        install_system_packages(bench=options.bench)
-        Environment(options.venv.absolute(), options.python).make()
+        with only_one(ROOT / ".ci-cache" / "setup.lock", limit_s=1800):
+            install_system_packages(bench=options.bench)
+            Environment(options.venv.absolute(), options.python).make()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1

@@ -93,6 +93,15 @@ def test_lock_files_pin_every_package(lock):
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", line), line
 
 
+def test_two_setups_do_not_run_at_once(tmp_path):
+    lock = tmp_path / "cache" / "setup.lock"
+    with setup_env.only_one(lock, limit_s=1):
+        with pytest.raises(setup_env.SetupError):
+            setup_env.only_one(lock, limit_s=0).__enter__()
+    with setup_env.only_one(lock, limit_s=0):
+        pass
+
+
 def prerequisites(**env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [ROOT / "scripts" / "prerequisites.sh"],
@@ -107,7 +116,9 @@ def prerequisites(**env: str) -> subprocess.CompletedProcess[str]:
 def test_prerequisites_name_a_usable_python():
     done = prerequisites(PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).exists()
+    chosen = Path(done.stdout.strip())
+    assert chosen.exists()
+    assert Path(sys.prefix) not in chosen.parents, "an environment cannot be remade from itself"
 
 
 def test_each_missing_prerequisite_is_one_sentence(tmp_path):
