@@ -95,9 +95,8 @@ def test_lock_files_pin_every_package(lock):
 
 def test_two_setups_do_not_run_at_once(tmp_path):
     lock = tmp_path / "cache" / "setup.lock"
-    with setup_env.only_one(lock, limit_s=1):
-        with pytest.raises(setup_env.SetupError):
-            setup_env.only_one(lock, limit_s=0).__enter__()
+    with setup_env.only_one(lock, limit_s=1), pytest.raises(setup_env.SetupError):
+        setup_env.only_one(lock, limit_s=0).__enter__()
     with setup_env.only_one(lock, limit_s=0):
         pass
 
