@@ -6,6 +6,7 @@
 
 mod error;
 mod key;
+pub mod l1;
 pub mod pool;
 pub mod sys;
 pub mod units;
