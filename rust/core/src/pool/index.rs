@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::NONE;
-use super::sys::map::Mapping;
 use super::writer::Writer;
+use crate::sys::map::Mapping;
 
 /// Lookups whose slots are fetched ahead of the first comparison.
 const BATCH: usize = 16;

@@ -9,31 +9,46 @@
 //! - Space in the data area is reserved piece by piece in the background.
 
 pub mod index;
+mod join;
 pub mod layout;
 pub mod list;
-mod stub;
+mod members;
+mod place;
+mod reserve;
+mod sweep;
 mod writer;
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::thread::JoinHandle;
 
-use stub as sys;
-
+pub use self::join::BeforeRecreate;
 pub use self::layout::{
     Geometry, L1_ENTRY_BYTES, L2_RECORD_BYTES, MEMBERS_MAX, NONE, Region, Table, TableRoot,
 };
+pub use self::reserve::ReserveOutcome;
 pub use self::writer::{TableHooks, Wait, Writer};
 
 use self::index::Index;
-use self::layout::{Header, MAGIC, NAMESPACES_MAX, NAMESPACES_OFFSET, NamespaceRecord, Sizes};
-use self::sys::lock::LockFile;
-use self::sys::map::Mapping;
-use crate::{Error, ErrorKind, Namespace, Result};
+use self::layout::{Header, NAMESPACES_MAX, NAMESPACES_OFFSET, NamespaceRecord};
+use crate::sys::lock::LockFile;
+use crate::sys::map::Mapping;
+use crate::units::PAGE_BYTES;
+use crate::{Error, ErrorKind, Namespace, Result, sys};
 
 /// Bytes of the lock file and what holding each means.
 pub(crate) mod lock_byte {
+    /// Exclusive while joining, creating, removing.
+    pub(crate) const JOIN: u64 = 0;
     pub(crate) const WRITER: u64 = 1;
+    pub(crate) const RESERVER: u64 = 2;
+    /// Shared by every member for its life; exclusive for a private pool.
+    pub(crate) const USE: u64 = 3;
+    /// Byte 16 + i: exclusive for the life of member i.
     pub(crate) const MEMBER_0: u64 = 16;
 }
 
@@ -88,75 +103,101 @@ impl PoolOptions {
 
 /// One opening of a pool: a member.
 pub struct Pool {
-    mapping: Arc<Mapping>,
-    geometry: Geometry,
+    core: Arc<Core>,
     id: [u8; 16],
     member: u8,
+    turn: writer::Turn,
+    hooks: RwLock<Vec<Arc<dyn TableHooks>>>,
+    closed: AtomicBool,
+    /// Members that died before this one joined have not been reaped by it yet.
+    reap_due: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What the background thread shares with the pool that waits for its end.
+struct Core {
+    mapping: Arc<Mapping>,
+    geometry: Geometry,
+    /// `None`: private.
+    path: Option<PathBuf>,
+    files: ManuallyDrop<Files>,
+    fork_generation: u64,
+    reserver: reserve::Reserver,
+}
+
+/// What a member keeps open. The forked child of a member must not close it again.
+struct Files {
+    _in_child: sys::fork::Guard,
+    /// With a shared `flock`, against sweeps.
+    file: File,
     /// Proof of life; its file is registered with every ring, so that the kernel keeps it locked
     /// until the last read into the arena has landed.
     life: LockFile,
     /// Short locks: free at once when the process dies.
     ctl: LockFile,
-    turn: writer::Turn,
-    hooks: RwLock<Vec<Arc<dyn TableHooks>>>,
-    fork_generation: u64,
-    closed: AtomicBool,
 }
+
+/// Numbers for operators.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolGauges {
+    /// Bytes of the whole file.
+    pub file_bytes: u64,
+    /// Of these, what the tables take.
+    pub metadata_bytes: u64,
+    /// Of these, what objects can take.
+    pub data_bytes: u64,
+    /// Of the data bytes, those that have memory.
+    pub reserved_bytes: u64,
+    /// Whether the next piece is put off for lack of memory.
+    pub reservation_put_off: bool,
+    /// How often this member put a piece off.
+    pub put_offs: u64,
+    /// Members with a record, dead ones that are not reaped yet included.
+    pub members: u32,
+    /// Rebuilds after a writer's death, since the pool was made.
+    pub recoveries: u64,
+    /// Dead members reaped since then.
+    pub reaped: u64,
+}
+
+/// The parts of an attached pool: mapping, geometry, id, member number, open files.
+type Parts = (Arc<Mapping>, Geometry, [u8; 16], u8, ManuallyDrop<Files>);
 
 impl std::fmt::Debug for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pool")
             .field("member", &self.member)
-            .field("geometry", &self.geometry)
+            .field("geometry", &self.core.geometry)
             .finish_non_exhaustive()
     }
 }
 
 impl Pool {
-    /// Joins the pool that `options` name, or creates it.
-    pub fn open(options: PoolOptions) -> Result<Arc<Self>> {
-        let geometry = Geometry::new(&Sizes {
-            cpu_bytes: options.cpu_bytes,
-            transit_bytes: options.transit_bytes,
-            l1_entries: options.l1_entries,
-            l2_records: options.l2_records,
-            disk_capacity_bytes: options.disk_capacity_bytes,
-            disk: options.cache_dir.is_some() || options.l2_records.is_some(),
-        })?;
-        let fd = sys::file::memfd("lakecache-pool")?;
-        use std::os::fd::AsFd;
-        sys::file::set_len(fd.as_fd(), geometry.file_bytes)?;
-        sys::file::allocate(fd.as_fd(), 0, geometry.file_bytes)?;
-        let mapping = Arc::new(Mapping::of(fd.as_fd(), geometry.file_bytes)?);
-        let id = sys::file::random_bytes();
-        let name = std::env::temp_dir().join(format!(".lakecache-{:x}", u128::from_ne_bytes(id)));
-        let (life, ctl) = (LockFile::open(&name)?, LockFile::open(&name)?);
-        std::fs::remove_file(&name).map_err(|e| Error::io("unlink", e))?;
-        let pool = Self {
-            mapping,
-            geometry,
+    fn assemble(parts: Parts, path: Option<PathBuf>) -> Arc<Self> {
+        let (mapping, geometry, id, member, files) = parts;
+        let fork_generation = sys::fork::generation();
+        let reserver = reserve::Reserver::default();
+        Arc::new(Self {
+            core: Arc::new(Core { mapping, geometry, path, files, fork_generation, reserver }),
             id,
-            member: 0,
-            life,
-            ctl,
+            member,
             turn: writer::Turn::default(),
             hooks: RwLock::default(),
-            fork_generation: sys::fork::generation(),
             closed: AtomicBool::new(false),
-        };
-        pool.root(Table::L1).clear();
-        pool.root(Table::L2).clear();
-        pool.life.try_exclusive(lock_byte::MEMBER_0)?;
-        for piece in 0..geometry.pieces {
-            pool.piece_word(piece).store(1, Ordering::Release);
-        }
-        pool.header().magic.store(MAGIC, Ordering::Release);
-        Ok(Arc::new(pool))
+            reap_due: AtomicBool::new(true),
+            thread: Mutex::default(),
+        })
     }
 
     /// The pool's random id.
     pub fn id(&self) -> [u8; 16] {
         self.id
+    }
+
+    /// Where the pool's file lies; `None`: private.
+    pub fn path(&self) -> Option<&Path> {
+        self.core.path.as_deref()
     }
 
     /// This member's number.
@@ -165,21 +206,13 @@ impl Pool {
     }
 
     /// The description whose lock proves this member's life.
-    pub fn life_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.life.as_fd()
+    pub fn life_fd(&self) -> BorrowedFd<'_> {
+        self.core.files.life.as_fd()
     }
 
     /// The whole file, mapped.
     pub fn mapping(&self) -> &Arc<Mapping> {
-        &self.mapping
-    }
-
-    /// Whether `member` lives, or may still have reads under way into the arena.
-    pub fn is_alive(&self, member: u8) -> Result<bool> {
-        if member == self.member {
-            return Ok(!self.closed.load(Ordering::Relaxed));
-        }
-        self.ctl.is_held_elsewhere(lock_byte::MEMBER_0 + u64::from(member))
+        &self.core.mapping
     }
 
     /// Odd while a writer changes the tables; another number after every change.
@@ -194,8 +227,8 @@ impl Pool {
 
     /// The address and length of a region.
     pub fn region(&self, region: Region) -> (*mut u8, u64) {
-        let (offset, bytes) = self.geometry.region(region);
-        (self.mapping.at(offset, bytes), bytes)
+        let (offset, bytes) = self.core.geometry.region(region);
+        (self.core.mapping.at(offset, bytes), bytes)
     }
 
     /// The list ends, counts and totals of a table.
@@ -206,57 +239,50 @@ impl Pool {
     /// The hash index of a table.
     pub fn index(&self, table: Table) -> Index {
         let (region, slots) = match table {
-            Table::L1 => (Region::L1Index, self.geometry.l1_slots),
-            Table::L2 => (Region::L2Index, self.geometry.l2_slots),
+            Table::L1 => (Region::L1Index, self.core.geometry.l1_slots),
+            Table::L2 => (Region::L2Index, self.core.geometry.l2_slots),
         };
-        Index::mapped(&self.mapping, self.geometry.region(region).0, slots)
+        Index::mapped(&self.core.mapping, self.core.geometry.region(region).0, slots)
     }
 
     /// Sizes and places of everything in the file.
     pub fn geometry(&self) -> &Geometry {
-        &self.geometry
+        &self.core.geometry
     }
 
     /// Number of L1 entries.
     pub fn l1_entries(&self) -> u32 {
-        self.geometry.l1_entries
+        self.core.geometry.l1_entries
     }
 
     /// Number of L2 records; 0 without a cache directory.
     pub fn l2_records(&self) -> u32 {
-        self.geometry.l2_records
+        self.core.geometry.l2_records
     }
 
     /// Offset of the data area in the mapping.
     pub fn data_offset(&self) -> u64 {
-        self.geometry.data_offset
+        self.core.geometry.data_offset
     }
 
     /// Pages of the data area.
     pub fn data_pages(&self) -> u64 {
-        self.geometry.data_pages
+        self.core.geometry.data_pages
     }
 
     /// Pages of a piece; the last one may be shorter.
     pub fn piece_pages(&self) -> u64 {
-        self.geometry.piece_pages
+        self.core.geometry.piece_pages
     }
 
     /// Number of pieces.
     pub fn pieces(&self) -> u32 {
-        self.geometry.pieces
+        self.core.geometry.pieces
     }
 
     /// Whether a piece has memory of its own. Extents may only come from such pieces.
     pub fn piece_reserved(&self, piece: u32) -> bool {
-        self.piece_word(piece).load(Ordering::Acquire) & 1 == 1
-    }
-
-    fn piece_word(&self, piece: u32) -> &AtomicU64 {
-        assert!(piece < self.geometry.pieces, "piece {piece} of {}", self.geometry.pieces);
-        let (offset, _) = self.geometry.region(Region::Pieces);
-        // SAFETY: within the region, aligned, atomic, and mapped as long as `self`.
-        unsafe { &*self.mapping.at(offset + u64::from(piece) * 8, 8).cast() }
+        self.core.piece_reserved(piece)
     }
 
     /// Registers a table. Hooks should not hold the pool strongly: they get it from the writer.
@@ -268,13 +294,25 @@ impl Pool {
         self.hooks.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The smallest limit of the live members for the disk tier.
-    pub fn disk_capacity(&self) -> Option<u64> {
-        None
+    fn clear_hooks(&self) {
+        self.hooks.write().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// Releases what dead members held.
-    pub fn reap_dead(&self) {}
+    /// Numbers for operators.
+    pub fn gauges(&self) -> PoolGauges {
+        let (reservation_put_off, put_offs) = self.core.reserver.put_offs();
+        PoolGauges {
+            file_bytes: self.core.geometry.file_bytes,
+            metadata_bytes: self.core.geometry.data_offset,
+            data_bytes: self.core.geometry.data_pages * PAGE_BYTES,
+            reserved_bytes: self.reserved_bytes(),
+            reservation_put_off,
+            put_offs,
+            members: u32::try_from(self.used_members().count()).unwrap_or(u32::MAX),
+            recoveries: self.header().recoveries.load(Ordering::Relaxed),
+            reaped: self.header().reaped.load(Ordering::Relaxed),
+        }
+    }
 
     /// The number of a namespace, given to it now if it has none. `None`: the table is full, or the
     /// writer lock is not to be had soon.
@@ -323,17 +361,15 @@ impl Pool {
         let size = size_of::<NamespaceRecord>() as u64;
         let offset = NAMESPACES_OFFSET + u64::from(id) * size;
         // SAFETY: within the namespace table, aligned, atomic, and mapped as long as `self`.
-        Some(unsafe { &*self.mapping.at(offset, size).cast() })
+        Some(unsafe { &*self.core.mapping.at(offset, size).cast() })
     }
 
     fn header(&self) -> &Header {
-        // SAFETY: the mapping is at least a header long and page-aligned; all fields that change
-        // after publication are atomics.
-        unsafe { &*self.mapping.at(0, size_of::<Header>() as u64).cast() }
+        Header::of(&self.core.mapping)
     }
 
     fn check_usable(&self) -> Result<()> {
-        if sys::fork::generation() != self.fork_generation {
+        if self.core.is_forked_child() {
             return Err(Error::new(
                 ErrorKind::Forked,
                 "the pool was opened before this process was forked: open it again here",
@@ -343,5 +379,42 @@ impl Pool {
             return Err(Error::new(ErrorKind::Closed, "the pool is closed"));
         }
         Ok(())
+    }
+}
+
+impl Core {
+    fn is_forked_child(&self) -> bool {
+        sys::fork::generation() != self.fork_generation
+    }
+
+    fn piece_reserved(&self, piece: u32) -> bool {
+        self.piece_word(piece).load(Ordering::Acquire) & 1 == 1
+    }
+
+    fn piece_word(&self, piece: u32) -> &AtomicU64 {
+        assert!(piece < self.geometry.pieces, "piece {piece} of {}", self.geometry.pieces);
+        let (offset, _) = self.geometry.region(Region::Pieces);
+        // SAFETY: within the region, aligned, atomic, and mapped as long as `self`.
+        unsafe { &*self.mapping.at(offset + u64::from(piece) * 8, 8).cast() }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // A forked child has no lock to give back.
+        if !self.core.is_forked_child() {
+            self.leave();
+            self.stop_reserver();
+        }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        // In a forked child the descriptors are closed already.
+        if !self.is_forked_child() {
+            // SAFETY: dropped here only, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.files) };
+        }
     }
 }

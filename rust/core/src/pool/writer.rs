@@ -75,13 +75,14 @@ struct ByteGuard<'a>(&'a Pool);
 
 impl Drop for ByteGuard<'_> {
     fn drop(&mut self) {
-        self.0.ctl.unlock(lock_byte::WRITER);
+        self.0.core.files.ctl.unlock(lock_byte::WRITER);
     }
 }
 
 impl Pool {
     /// Calls `f` with the writer lock. `None`: not got within `wait`. A table that a dead writer
-    /// left half-changed is rebuilt first. Not reentrant: `f` must not call this again.
+    /// left half-changed is rebuilt first; the first call also reaps members that died before this
+    /// one joined. Not reentrant: `f` must not call this again.
     pub fn write<R>(&self, wait: Wait, f: impl FnOnce(&mut Writer) -> R) -> Result<Option<R>> {
         self.check_usable()?;
         let until = match wait {
@@ -90,10 +91,10 @@ impl Pool {
         };
         let Some(_turn) = self.turn.take(until) else { return Ok(None) };
         let held = match until {
-            None => self.ctl.try_exclusive(lock_byte::WRITER)?,
+            None => self.core.files.ctl.try_exclusive(lock_byte::WRITER)?,
             Some(until) => {
                 let left = until.saturating_duration_since(Instant::now());
-                self.ctl.exclusive_within(lock_byte::WRITER, left)?
+                self.core.files.ctl.exclusive_within(lock_byte::WRITER, left)?
             }
         };
         if !held {
@@ -101,7 +102,15 @@ impl Pool {
         }
         let _byte = ByteGuard(self);
         let mut writer = Writer { pool: self };
-        self.recover(&mut writer);
+        if !self.recover(&mut writer) {
+            return Ok(None);
+        }
+        if self.reap_due.load(Ordering::Relaxed) && !self.hooks().is_empty() {
+            self.reap_due.store(false, Ordering::Relaxed);
+            self.step_epoch();
+            self.reap_in(&mut writer);
+            self.step_epoch();
+        }
         // A panic in `f` unwinds past the second step: the epoch stays odd and the next writer
         // rebuilds.
         self.step_epoch();
@@ -110,17 +119,23 @@ impl Pool {
         Ok(Some(result))
     }
 
-    fn recover(&self, writer: &mut Writer) {
+    /// False: the tables are broken and this handle has no hooks to rebuild them.
+    fn recover(&self, writer: &mut Writer) -> bool {
         let header = self.header();
         if header.epoch.0.load(Ordering::Acquire).is_multiple_of(2) {
-            return;
+            return true;
+        }
+        let hooks = self.hooks();
+        if hooks.is_empty() {
+            return false;
         }
         log::warn!("a process died while it changed the pool: rebuilding its tables");
-        for hooks in self.hooks() {
+        for hooks in hooks {
             hooks.rebuild(writer);
         }
         header.recoveries.fetch_add(1, Ordering::Relaxed);
         self.step_epoch();
+        true
     }
 
     /// The fences order the change between the two steps for readers that check the epoch.

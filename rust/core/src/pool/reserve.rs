@@ -1,0 +1,253 @@
+//! Memory for the data area, piece by piece in the background: a tmpfs file costs up to half a
+//! second for each GiB, and memory that was promised but is not there is a crash (SIGBUS).
+//!
+//! One member at a time reserves, under a lock of its own. A piece that would leave the host, the
+//! container or the tmpfs too little is put off and tried again later.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Core, Pool, Role, lock_byte, sweep};
+use crate::units::PAGE_BYTES;
+use crate::{ErrorKind, Result, sys};
+
+const MEMORY_KEPT_BYTES: u64 = 2 << 30;
+const MEMORY_KEPT_PERCENT: u64 = 5;
+const TMPFS_KEPT_BYTES: u64 = 64 << 20;
+/// Before a piece that was put off is tried again.
+const RETRY: Duration = Duration::from_secs(5);
+/// Before looking whether the member that reserves has finished, or died.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+/// What one step came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReserveOutcome {
+    /// All pieces are reserved.
+    Complete,
+    /// This piece was reserved now.
+    Reserved(u32),
+    /// Put off: the reason.
+    PutOff(String),
+    /// Another thread or member is at it.
+    Elsewhere,
+}
+
+/// The state of one handle's reservations.
+#[derive(Debug, Default)]
+pub(super) struct Reserver {
+    signal: Signal,
+    /// Held during a step.
+    step: Mutex<()>,
+    put_off: AtomicBool,
+    put_offs: AtomicU64,
+    warned: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Signal {
+    stop: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Signal {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True: told to end.
+    fn wait(&self, time: Duration) -> bool {
+        let stop = self.lock();
+        if *stop {
+            return true;
+        }
+        *self.changed.wait_timeout(stop, time).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+impl Reserver {
+    pub(super) fn put_offs(&self) -> (bool, u64) {
+        (self.put_off.load(Ordering::Relaxed), self.put_offs.load(Ordering::Relaxed))
+    }
+}
+
+impl Pool {
+    /// Reserves the next piece.
+    pub fn reserve_step(&self) -> Result<ReserveOutcome> {
+        self.check_usable()?;
+        self.core.reserve_step()
+    }
+
+    /// Bytes of the data area that are reserved.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.core.reserved_bytes()
+    }
+
+    /// Waits until at least `bytes` of the data area (or all of it) are reserved, by whomever.
+    /// False: not within `deadline`.
+    pub fn wait_reserved(&self, bytes: u64, deadline: Duration) -> bool {
+        let until = Instant::now() + deadline;
+        let wanted = bytes.min(self.core.geometry.data_pages * PAGE_BYTES);
+        loop {
+            if self.reserved_bytes() >= wanted {
+                return true;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            let step = left.min(Duration::from_millis(5));
+            if left.is_zero() || self.core.reserver.signal.wait(step) {
+                return self.reserved_bytes() >= wanted;
+            }
+        }
+    }
+
+    /// Starts the background thread of an engine's member.
+    pub(super) fn start_reserver(&self, role: Role) -> Result<()> {
+        if role != Role::Engine {
+            return Ok(());
+        }
+        let core = self.core.clone();
+        let thread = std::thread::Builder::new()
+            .name("lakecache-pool".into())
+            .spawn(move || core.reserve_all())
+            .map_err(|error| crate::Error::io("starting the pool's thread", error))?;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
+    }
+
+    /// Ends the background thread, at most one step from now.
+    pub(super) fn stop_reserver(&self) {
+        *self.core.reserver.signal.lock() = true;
+        self.core.reserver.signal.changed.notify_all();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            log::error!("the pool's thread panicked");
+        }
+    }
+}
+
+impl Core {
+    fn reserve_step(&self) -> Result<ReserveOutcome> {
+        let Ok(_step) = self.reserver.step.try_lock() else { return Ok(ReserveOutcome::Elsewhere) };
+        if self.next_piece().is_none() {
+            return Ok(self.reserved_all());
+        }
+        if !self.files.ctl.try_exclusive(lock_byte::RESERVER)? {
+            return Ok(ReserveOutcome::Elsewhere);
+        }
+        let outcome = match self.next_piece() {
+            Some(piece) => self.reserve_piece(piece),
+            None => Ok(self.reserved_all()),
+        };
+        self.files.ctl.unlock(lock_byte::RESERVER);
+        outcome
+    }
+
+    fn reserved_bytes(&self) -> u64 {
+        let pieces = 0..self.geometry.pieces;
+        let reserved = pieces.filter(|&piece| self.piece_reserved(piece));
+        reserved.map(|piece| self.geometry.piece(piece).1).sum()
+    }
+
+    fn next_piece(&self) -> Option<u32> {
+        (0..self.geometry.pieces).find(|&piece| !self.piece_reserved(piece))
+    }
+
+    fn reserved_all(&self) -> ReserveOutcome {
+        self.reserver.put_off.store(false, Ordering::Relaxed);
+        ReserveOutcome::Complete
+    }
+
+    fn reserve_piece(&self, piece: u32) -> Result<ReserveOutcome> {
+        let (offset, bytes) = self.geometry.piece(piece);
+        let mut lacking = self.lacking_for(bytes)?;
+        if lacking.is_some() && self.release_idle_pools() > 0 {
+            lacking = self.lacking_for(bytes)?;
+        }
+        if let Some(reason) = lacking {
+            return Ok(self.put_off(reason));
+        }
+        match sys::file::allocate(self.files.file.as_fd(), offset, bytes) {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                return Ok(self.put_off(error.to_string()));
+            }
+            result => result?,
+        }
+        // Page tables only: without it, the first access to each page takes a fault.
+        if let Err(error) = self.mapping.populate(offset, bytes) {
+            log::debug!("piece {piece} was not populated: {error}");
+        }
+        self.piece_word(piece).store(1, Ordering::Release);
+        self.reserver.put_off.store(false, Ordering::Relaxed);
+        self.reserver.signal.changed.notify_all();
+        Ok(ReserveOutcome::Reserved(piece))
+    }
+
+    /// Why a piece of `bytes` must wait.
+    fn lacking_for(&self, bytes: u64) -> Result<Option<String>> {
+        let kept = |of: u64| MEMORY_KEPT_BYTES.max(of / 100 * MEMORY_KEPT_PERCENT);
+        let short = |free: u64, kept: u64| free < bytes.saturating_add(kept);
+        let available = sys::limits::mem_available();
+        if short(available, kept(available)) {
+            let text = format!("the host has {available} bytes of memory available");
+            return Ok(Some(format!("{text}, of which {} are left alone", kept(available))));
+        }
+        if let Some(cgroup) = sys::limits::cgroup_limit() {
+            let free = cgroup.limit.saturating_sub(cgroup.used_without_inactive_file);
+            if short(free, kept(cgroup.limit)) {
+                let text = format!("the container's memory limit leaves {free} bytes");
+                return Ok(Some(format!("{text}, of which {} are left alone", kept(cgroup.limit))));
+            }
+        }
+        if let Some(path) = &self.path {
+            let space = sys::limits::fs_space(path)?;
+            // A tmpfs without a size limit reports a total of zero.
+            if space.total > 0 && short(space.free, TMPFS_KEPT_BYTES) {
+                let text =
+                    format!("the file system of {} has {} bytes free", path.display(), space.free);
+                return Ok(Some(format!("{text}, of which {TMPFS_KEPT_BYTES} are left alone")));
+            }
+        }
+        Ok(None)
+    }
+
+    fn put_off(&self, reason: String) -> ReserveOutcome {
+        self.reserver.put_off.store(true, Ordering::Relaxed);
+        self.reserver.put_offs.fetch_add(1, Ordering::Relaxed);
+        if !self.reserver.warned.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                "only {} of {} bytes of the pool's data area are reserved for now: {reason}; \
+                 retrying every {} s (free memory, or lower cpu_bytes)",
+                self.reserved_bytes(),
+                self.geometry.data_pages * PAGE_BYTES,
+                RETRY.as_secs()
+            );
+        }
+        ReserveOutcome::PutOff(reason)
+    }
+
+    fn release_idle_pools(&self) -> u64 {
+        let Some(ram_dir) = self.path.as_ref().and_then(|path| path.parent()?.parent()) else {
+            return 0;
+        };
+        sweep::remove_idle(ram_dir)
+    }
+
+    fn reserve_all(&self) {
+        loop {
+            let pause = match self.reserve_step() {
+                Ok(ReserveOutcome::Complete) => return,
+                Ok(ReserveOutcome::Reserved(_)) => Duration::ZERO,
+                Ok(ReserveOutcome::Elsewhere) => LOOK_AGAIN,
+                Ok(ReserveOutcome::PutOff(_)) => RETRY,
+                Err(error) => {
+                    log::warn!("reserving a piece of the pool failed, trying again later: {error}");
+                    RETRY
+                }
+            };
+            if self.reserver.signal.wait(pause) {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Removing pools that nobody uses. A live member holds its pool file's shared `flock`; whoever has
+//! the exclusive one and finds the file still in place may unlink it.
+
+use std::fs::File;
+use std::io::ErrorKind as IoKind;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::join::{self, Found};
+use super::place::{self, Place};
+use super::{Pool, lock_byte};
+use crate::sys::lock::{LockFile, flock_exclusive};
+use crate::{Error, ErrorKind, Result};
+
+const POOLS_MAX: usize = 4096;
+
+/// A pool file under `ram_dir`.
+struct Candidate {
+    path: PathBuf,
+    file: File,
+    modified: SystemTime,
+    /// As its header records; `None`: memory only.
+    cache_dir: Option<PathBuf>,
+    mount_namespace: u64,
+}
+
+/// The published pools under `ram_dir` whose directories are ours, oldest first.
+fn candidates(ram_dir: &Path) -> Vec<Candidate> {
+    let Ok(entries) = std::fs::read_dir(ram_dir) else { return Vec::new() };
+    let mut found: Vec<Candidate> = entries
+        .flatten()
+        .take(POOLS_MAX)
+        .filter(|entry| crate::sys::file::dir_is_ours(&entry.path()).is_ok())
+        .filter_map(|entry| {
+            let path = entry.path().join("pool");
+            let file = place::open_pool_file(&path).ok()??;
+            let Ok(Found::Pool(head)) = join::read_header(&file) else { return None };
+            let modified = file.metadata().and_then(|found| found.modified()).ok()?;
+            let (cache_dir, mount_namespace) = (head.cache_dir, head.mount_namespace);
+            Some(Candidate { path, file, modified, cache_dir, mount_namespace })
+        })
+        .collect();
+    found.sort_by_key(|candidate| candidate.modified);
+    found
+}
+
+/// Removes pools whose cache directory is gone, as seen in the mount namespace that recorded it.
+pub(super) fn remove_orphans(ram_dir: &Path) {
+    let namespace = place::mount_namespace();
+    for pool in candidates(ram_dir) {
+        let gone = pool.cache_dir.as_deref().is_some_and(|dir| {
+            // Any other error, such as a missing permission, proves nothing.
+            matches!(std::fs::symlink_metadata(dir), Err(error) if error.kind() == IoKind::NotFound)
+        });
+        if gone && namespace != 0 && pool.mount_namespace == namespace && pool.remove() {
+            log::info!("removed the pool {}: its cache directory is gone", pool.path.display());
+        }
+    }
+}
+
+/// Removes every pool of ours that nobody holds, until one was; the number removed.
+pub(super) fn remove_idle(ram_dir: &Path) -> u64 {
+    let oldest = candidates(ram_dir).into_iter().find(|pool| {
+        pool.remove() && {
+            log::warn!("removed the idle pool {}: its memory is needed", pool.path.display());
+            true
+        }
+    });
+    u64::from(oldest.is_some())
+}
+
+impl Candidate {
+    /// False: someone holds it, or it is another file by now.
+    fn remove(&self) -> bool {
+        let ours = matches!(flock_exclusive(&self.file), Ok(true));
+        ours && place::is_same_file(&self.file, &self.path)
+            && place::unlink_same(&self.file, &self.path).is_ok()
+            && {
+                remove_dir_if_empty(self.path.parent());
+                true
+            }
+    }
+}
+
+/// A memory-only pool's directory stays, because of its lock file.
+fn remove_dir_if_empty(dir: Option<&Path>) {
+    if let Some(error) = dir.and_then(|dir| std::fs::remove_dir(dir).err()) {
+        log::debug!("a pool's directory stays: {error}");
+    }
+}
+
+impl Pool {
+    /// Removes the pool of `cache_dir` (or the user's memory-only one). `false`: there was none. An
+    /// error while anybody uses it.
+    pub fn remove(ram_dir: &Path, cache_dir: Option<&Path>) -> Result<bool> {
+        let place = Place::existing(ram_dir, cache_dir)?;
+        if !place.lock_path().exists() {
+            return Ok(false);
+        }
+        let lock = LockFile::open(&place.lock_path())?;
+        let _join = join::take_join_lock(&lock, &place)?;
+        let Some(id) = place.stored_pool_id()? else { return Ok(false) };
+        let path = place.pool_dir(&id).join("pool");
+        let in_use = || {
+            let text = format!("the pool {} is in use: stop its engines first", path.display());
+            Error::new(ErrorKind::Unavailable, text)
+        };
+        if lock.is_held_elsewhere(lock_byte::USE)? {
+            return Err(in_use());
+        }
+        let Some(file) = place::open_pool_file(&path)? else { return Ok(false) };
+        if !flock_exclusive(&file)? {
+            return Err(in_use());
+        }
+        place::unlink_same(&file, &path)?;
+        if place.cache_dir.is_some() {
+            remove_dir_if_empty(path.parent());
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,543 @@
+//! Pools shared by real processes: joining, dying at the worst moment, adopting, sweeping.
+//!
+//! A test's child is this same test binary, told by `POOL_CHILD` what to do (see `child`). It says
+//! on its standard output what it has reached, and ends when its standard input is closed, or is
+//! killed.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use lakecache_core::pool::{Pool, PoolOptions, Role, Table, TableHooks, Wait, Writer};
+use lakecache_core::{ErrorKind, Namespace};
+
+const MIB: u64 = 1 << 20;
+
+/// Ends the process if a test hangs: a hang must fail, not block everything.
+struct Watchdog(Arc<AtomicBool>);
+
+impl Watchdog {
+    fn start(test: &'static str) -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        let seen = done.clone();
+        std::thread::spawn(move || {
+            let end = Instant::now() + Duration::from_secs(90);
+            while Instant::now() < end {
+                if seen.load(Ordering::Relaxed) {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            eprintln!("{test} hangs");
+            std::process::abort();
+        });
+        Self(done)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[derive(Default)]
+struct Recorder {
+    rebuilt: AtomicU64,
+    reaped: Mutex<Vec<u8>>,
+}
+
+impl TableHooks for Recorder {
+    fn rebuild(&self, writer: &mut Writer) {
+        assert!(writer.pool().epoch() % 2 == 1);
+        self.rebuilt.fetch_add(1, Ordering::Relaxed);
+    }
+    fn reap(&self, _writer: &mut Writer, dead_member: u8) {
+        self.reaped.lock().unwrap().push(dead_member);
+    }
+}
+
+impl Recorder {
+    fn on(pool: &Pool) -> Arc<Self> {
+        let hooks = Arc::new(Self::default());
+        pool.add_hooks(hooks.clone());
+        hooks
+    }
+    fn reaped(&self) -> Vec<u8> {
+        self.reaped.lock().unwrap().clone()
+    }
+}
+
+/// A shared-memory root and a cache directory of a test's own.
+struct Dirs {
+    root: tempfile::TempDir,
+    ram_dir: PathBuf,
+    cache_dir: PathBuf,
+}
+
+impl Dirs {
+    fn new() -> Self {
+        let shm = Path::new("/dev/shm");
+        let root = if shm.is_dir() { tempfile::tempdir_in(shm) } else { tempfile::tempdir() };
+        let root = root.unwrap();
+        let (ram_dir, cache_dir) = (root.path().join("ram"), root.path().join("cache"));
+        Self { root, ram_dir, cache_dir }
+    }
+
+    fn options(&self) -> PoolOptions {
+        options(&self.ram_dir, &self.cache_dir)
+    }
+}
+
+fn options(ram_dir: &Path, cache_dir: &Path) -> PoolOptions {
+    PoolOptions {
+        ram_dir: ram_dir.to_path_buf(),
+        cache_dir: Some(cache_dir.to_path_buf()),
+        shared: true,
+        ..PoolOptions::private(16 * MIB)
+    }
+}
+
+fn spare(pool: &Pool) -> &AtomicU64 {
+    &pool.root(Table::L1).spare[0]
+}
+
+struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+    member: u8,
+}
+
+impl Process {
+    /// Starts a child that opens the pool and then does `action`; returns when it is under way.
+    fn start(dirs: &Dirs, action: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .env("POOL_CHILD", action)
+            .env("POOL_RAM_DIR", &dirs.ram_dir)
+            .env("POOL_CACHE_DIR", &dirs.cache_dir)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut this = Self { child, input, output, member: 0 };
+        this.member = this.expect("member").parse().unwrap();
+        if action != "hold" {
+            this.expect(action);
+        }
+        this
+    }
+
+    fn expect(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            assert!(self.output.read_line(&mut line).unwrap() > 0, "no {word:?} from the child");
+            // The test harness writes its own words, without a line end, before ours.
+            if let Some((_, rest)) = line.split_once(&format!("@{word}")) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn kill(mut self) -> u8 {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        self.member
+    }
+
+    fn end(mut self) {
+        drop(self.input.take());
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Not a test by itself: the body of the children.
+#[test]
+fn child() {
+    let Ok(action) = std::env::var("POOL_CHILD") else { return };
+    let dir = |name| PathBuf::from(std::env::var_os(name).unwrap());
+    let pool = Pool::open(options(&dir("POOL_RAM_DIR"), &dir("POOL_CACHE_DIR"))).unwrap();
+    let _hooks = Recorder::on(&pool);
+    println!("\n@member {}", pool.member());
+    match action.as_str() {
+        "hold" => {}
+        "add" => {
+            pool.write(Wait::Within(Duration::from_secs(10)), |_| {
+                spare(&pool).fetch_add(1, Ordering::Relaxed);
+            })
+            .unwrap()
+            .unwrap();
+            println!("\n@add");
+        }
+        "write" => {
+            pool.write(Wait::Within(Duration::from_secs(10)), |_| {
+                println!("\n@write");
+                drop(std::io::stdin().read(&mut [0]));
+            })
+            .unwrap();
+        }
+        other => panic!("unknown action {other}"),
+    }
+    drop(std::io::stdin().read(&mut [0]));
+}
+
+#[test]
+fn two_processes_share_one_pool() {
+    let _watchdog = Watchdog::start("two_processes_share_one_pool");
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let hooks = Recorder::on(&pool);
+    let other = Process::start(&dirs, "add");
+    assert_ne!(other.member, pool.member());
+    assert_eq!(spare(&pool).load(Ordering::Relaxed), 1);
+    assert!(pool.is_alive(other.member).unwrap() && pool.is_alive(pool.member()).unwrap());
+    let member = other.member;
+    other.end();
+    assert!(!pool.is_alive(member).unwrap());
+    assert_eq!(pool.gauges().members, 1);
+    assert_eq!(hooks.reaped(), [] as [u8; 0], "one that left needs no reaping");
+}
+
+#[test]
+fn a_writer_killed_at_work_is_succeeded_after_a_rebuild() {
+    let _watchdog = Watchdog::start("a_writer_killed_at_work_is_succeeded_after_a_rebuild");
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let hooks = Recorder::on(&pool);
+    let writer = Process::start(&dirs, "write");
+    assert!(pool.epoch() % 2 == 1);
+    assert_eq!(pool.write(Wait::Try, |_| ()).unwrap(), None);
+    assert_eq!(pool.write(Wait::Within(Duration::from_millis(20)), |_| ()).unwrap(), None);
+    assert_eq!(hooks.rebuilt.load(Ordering::Relaxed), 0);
+    let dead = writer.kill();
+    pool.write(Wait::Within(Duration::from_secs(20)), |_| ()).unwrap().unwrap();
+    assert_eq!(hooks.rebuilt.load(Ordering::Relaxed), 1);
+    assert_eq!((pool.epoch() % 2, pool.gauges().recoveries), (0, 1));
+    pool.reap_dead();
+    assert_eq!(hooks.reaped(), [dead]);
+}
+
+#[test]
+fn a_dead_member_is_reaped_and_a_live_one_is_not() {
+    let _watchdog = Watchdog::start("a_dead_member_is_reaped_and_a_live_one_is_not");
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let hooks = Recorder::on(&pool);
+    let (one, two) = (Process::start(&dirs, "hold"), Process::start(&dirs, "hold"));
+    pool.reap_dead();
+    assert_eq!(hooks.reaped(), [] as [u8; 0]);
+    let dead = one.kill();
+    pool.reap_dead();
+    pool.reap_dead();
+    assert_eq!(hooks.reaped(), [dead]);
+    assert!(pool.is_alive(two.member).unwrap());
+    assert_eq!((pool.gauges().members, pool.gauges().reaped), (2, 1));
+    let again = Process::start(&dirs, "hold");
+    assert_eq!(again.member, dead, "a reaped number is free again");
+}
+
+#[test]
+fn a_pool_outlives_its_members_and_is_adopted() {
+    let _watchdog = Watchdog::start("a_pool_outlives_its_members_and_is_adopted");
+    let dirs = Dirs::new();
+    let left = Process::start(&dirs, "add");
+    let killed = Process::start(&dirs, "add");
+    left.end();
+    let dead = killed.kill();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let hooks = Recorder::on(&pool);
+    assert_eq!(spare(&pool).load(Ordering::Relaxed), 2);
+    assert_ne!(pool.member(), dead, "the dead member's number still has its pins");
+    pool.write(Wait::Try, |_| assert_eq!(hooks.reaped(), [dead])).unwrap().unwrap();
+    assert!(pool.wait_reserved(MIB, Duration::from_secs(30)));
+}
+
+#[test]
+fn another_size_joins_the_creators_and_an_only_member_makes_it_anew() {
+    let _watchdog = Watchdog::start("another_size");
+    let dirs = Dirs::new();
+    let first = Process::start(&dirs, "add");
+    let larger = || PoolOptions { cpu_bytes: 32 * MIB, ..dirs.options() };
+    let joined = Pool::open(larger()).unwrap();
+    assert_eq!(joined.gauges().file_bytes, 16 * MIB);
+    drop(joined);
+    first.end();
+    let mut seen = Vec::new();
+    let anew = Pool::open_with(larger(), &mut |old| {
+        seen.push((old.gauges().file_bytes, spare(old).load(Ordering::Relaxed)));
+        Ok(())
+    });
+    let anew = anew.unwrap();
+    assert_eq!(seen, [(16 * MIB, 1)]);
+    assert_eq!(anew.gauges().file_bytes, 32 * MIB);
+    assert_eq!(spare(&anew).load(Ordering::Relaxed), 0);
+    drop(anew);
+    let same = Pool::open_with(larger(), &mut |_| panic!("the same size is kept")).unwrap();
+    assert_eq!(same.gauges().file_bytes, 32 * MIB);
+}
+
+#[test]
+fn another_format_is_an_error_only_while_others_use_it() {
+    let _watchdog = Watchdog::start("another_format");
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let path = pool.path().unwrap().to_path_buf();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&99u32.to_ne_bytes(), 8).unwrap();
+    let error = Pool::open(dirs.options()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PoolIncompatible);
+    assert!(error.to_string().contains("format 99"), "{error}");
+    drop(pool);
+    let anew = Pool::open(dirs.options()).unwrap();
+    assert!(anew.write(Wait::Try, |_| ()).unwrap().is_some());
+}
+
+#[test]
+fn a_file_that_no_creator_completed_is_made_anew() {
+    let dirs = Dirs::new();
+    let path = Pool::open(dirs.options()).unwrap().path().unwrap().to_path_buf();
+    for length in [0, 100, 1 << 20] {
+        std::fs::write(&path, vec![0; length]).unwrap();
+        let pool = Pool::open(dirs.options()).unwrap();
+        assert_eq!(pool.gauges().file_bytes, 16 * MIB);
+    }
+}
+
+#[test]
+fn a_process_that_cannot_reach_the_live_pool_is_told_both_remedies() {
+    let _watchdog = Watchdog::start("cannot_reach");
+    let dirs = Dirs::new();
+    let other_ram = dirs.root.path().join("other");
+    // A pool of the same id, left over in the other place, is not the live one either.
+    let stale = Pool::open(options(&other_ram, &dirs.cache_dir)).unwrap();
+    drop(stale);
+    let live = Process::start(&dirs, "hold");
+    for cleared in [false, true] {
+        if cleared {
+            std::fs::remove_dir_all(&other_ram).unwrap();
+        }
+        let error = Pool::open(options(&other_ram, &dirs.cache_dir)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        let text = error.to_string();
+        assert!(text.contains("same ram_dir") && text.contains("another cache_dir"), "{text}");
+    }
+    live.end();
+    Pool::open(options(&other_ram, &dirs.cache_dir)).unwrap();
+}
+
+#[test]
+fn a_sweep_takes_only_orphans_that_nobody_holds() {
+    let _watchdog = Watchdog::start("a_sweep");
+    let dirs = Dirs::new();
+    let cache = |name: &str| dirs.root.path().join(name);
+    let open = |name: &str| Pool::open(options(&dirs.ram_dir, &cache(name))).unwrap();
+    let path = |pool: &Pool| pool.path().unwrap().to_path_buf();
+    let (held, kept, orphan) = (open("held"), open("kept"), open("orphan"));
+    let (held_path, kept_path, orphan_path) = (path(&held), path(&kept), path(&orphan));
+    drop((kept, orphan));
+    for name in ["held", "orphan"] {
+        std::fs::remove_dir_all(cache(name)).unwrap();
+    }
+    drop(open("trigger"));
+    assert!(held_path.exists() && kept_path.exists() && !orphan_path.exists());
+    assert!(!orphan_path.parent().unwrap().exists());
+    drop(held);
+    drop(open("trigger"));
+    assert!(!held_path.exists());
+}
+
+#[test]
+fn clear_removes_an_idle_pool_and_refuses_a_used_one() {
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    let path = pool.path().unwrap().to_path_buf();
+    let remove = || Pool::remove(&dirs.ram_dir, Some(&dirs.cache_dir));
+    assert_eq!(remove().unwrap_err().kind(), ErrorKind::Unavailable);
+    drop(pool);
+    assert!(path.exists());
+    assert!(remove().unwrap());
+    assert!(!path.exists() && !remove().unwrap());
+}
+
+#[test]
+fn a_private_pool_has_its_cache_directory_to_itself() {
+    let dirs = Dirs::new();
+    let private = || Pool::open(PoolOptions { shared: false, ..dirs.options() });
+    let first = private().unwrap();
+    assert_eq!(private().unwrap_err().kind(), ErrorKind::Unavailable);
+    assert_eq!(Pool::open(dirs.options()).unwrap_err().kind(), ErrorKind::Unavailable);
+    drop(first);
+    let shared = Pool::open(dirs.options()).unwrap();
+    assert_eq!(private().unwrap_err().kind(), ErrorKind::Unavailable);
+    drop(shared);
+    private().unwrap();
+}
+
+#[test]
+fn two_openings_in_one_process_are_two_members() {
+    let dirs = Dirs::new();
+    let memory_only = || Pool::open(PoolOptions { cache_dir: None, ..dirs.options() }).unwrap();
+    for (one, two) in [(memory_only(), memory_only()), {
+        let open = |role| Pool::open(PoolOptions { role, ..dirs.options() }).unwrap();
+        (open(Role::Engine), open(Role::Worker))
+    }] {
+        assert_eq!(one.id(), two.id());
+        assert_ne!(one.member(), two.member());
+        let inner = one.write(Wait::Try, |_| two.write(Wait::Try, |_| ()).unwrap()).unwrap();
+        assert_eq!(inner, Some(None));
+        let namespace = Namespace([7; 32]);
+        let id = one.intern_namespace(&namespace).unwrap().unwrap();
+        assert_eq!(two.intern_namespace(&namespace).unwrap(), Some(id));
+        assert_eq!(two.namespace(id), Some(namespace));
+        assert_eq!(two.namespace(id + 1), None);
+    }
+}
+
+#[test]
+fn the_smallest_disk_limit_of_the_live_members_holds() {
+    let dirs = Dirs::new();
+    let open =
+        |limit| Pool::open(PoolOptions { disk_capacity_bytes: limit, ..dirs.options() }).unwrap();
+    let (none, ten, five) = (open(None), open(Some(10)), open(Some(5)));
+    assert_eq!(none.disk_capacity(), Some(5));
+    drop(five);
+    assert_eq!(none.disk_capacity(), Some(10));
+    drop(ten);
+    assert_eq!(none.disk_capacity(), None);
+}
+
+#[test]
+fn a_closed_pool_and_a_forked_childs_copy_refuse_to_write() {
+    let _watchdog = Watchdog::start("forked");
+    let dirs = Dirs::new();
+    let pool = Pool::open(dirs.options()).unwrap();
+    // SAFETY: the child makes a few calls that take no lock of another thread, and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused =
+            matches!(pool.write(Wait::Try, |_| ()), Err(e) if e.kind() == ErrorKind::Forked);
+        drop(pool);
+        // SAFETY: ends the child without running the parent's exit handlers.
+        unsafe { libc::_exit(if refused { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert!(pool.write(Wait::Try, |_| ()).unwrap().is_some(), "the child's end changed nothing");
+    assert_eq!(pool.gauges().members, 1);
+    pool.leave();
+    assert_eq!(pool.write(Wait::Try, |_| ()).unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn pieces_are_reserved_by_one_member_and_seen_by_all() {
+    let _watchdog = Watchdog::start("pieces");
+    let dirs = Dirs::new();
+    let open =
+        |role| Pool::open(PoolOptions { cpu_bytes: 100 * MIB, role, ..dirs.options() }).unwrap();
+    let worker = open(Role::Worker);
+    assert!(worker.pieces() > 2);
+    assert!(!worker.piece_reserved(0) && !worker.wait_reserved(1, Duration::from_millis(10)));
+    let (_one, two) = (open(Role::Engine), open(Role::Engine));
+    assert!(worker.wait_reserved(u64::MAX, Duration::from_secs(60)));
+    assert!((0..two.pieces()).all(|piece| two.piece_reserved(piece)));
+    assert_eq!(two.reserved_bytes(), two.gauges().data_bytes);
+    // SAFETY: within the mapping; nobody else uses these bytes.
+    unsafe { worker.mapping().at(worker.data_offset(), 1).write(1) };
+}
+
+/// A tmpfs of a test's own, and a cache directory elsewhere.
+struct Tmpfs(tempfile::TempDir, tempfile::TempDir);
+
+impl Tmpfs {
+    fn mount(bytes: u64) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(dir.path())
+            .stderr(Stdio::null())
+            .status();
+        if matches!(mount, Ok(status) if status.success()) {
+            return Some(Self(dir, tempfile::tempdir().unwrap()));
+        }
+        eprintln!("skipped: mounting a tmpfs needs root");
+        None
+    }
+
+    fn options(&self, cpu_bytes: u64) -> PoolOptions {
+        let (ram_dir, cache_dir) = (self.0.path().join("ram"), self.1.path().join("cache"));
+        PoolOptions { cpu_bytes, ..options(&ram_dir, &cache_dir) }
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        drop(Command::new("umount").arg("-l").arg(self.0.path()).status());
+    }
+}
+
+#[test]
+fn a_pool_larger_than_its_tmpfs_is_refused_with_the_remedy() {
+    let Some(tmpfs) = Tmpfs::mount(8 * MIB) else { return };
+    let error = Pool::open(tmpfs.options(16 * MIB)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Config);
+    let text = error.to_string();
+    for part in ["cpu_bytes = 16777216", "8388608", "--shm-size"] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn a_full_tmpfs_is_an_error_at_open_and_idle_pools_make_room_first() {
+    let Some(tmpfs) = Tmpfs::mount(20 * MIB) else { return };
+    let other =
+        PoolOptions { cache_dir: Some(tmpfs.1.path().join("other")), ..tmpfs.options(16 * MIB) };
+    let idle = Pool::open(other).unwrap().path().unwrap().to_path_buf();
+    let filler = std::fs::File::create(tmpfs.0.path().join("filler")).unwrap();
+    let mut filled = 0;
+    while filler.write_all_at(&[1; 65536], filled).is_ok() {
+        filled += 65536;
+    }
+    // The metadata (2 or 4 MiB here) of the idle pool is just what the new one needs.
+    let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
+    assert!(!idle.exists());
+    drop(pool);
+    std::fs::remove_dir_all(tmpfs.0.path().join("ram")).unwrap();
+    while filler.write_all_at(&[1; 4096], filled).is_ok() {
+        filled += 4096;
+    }
+    let error = Pool::open(tmpfs.options(16 * MIB)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+}
+
+#[test]
+fn a_piece_that_would_fill_the_tmpfs_is_put_off_and_reserved_later() {
+    let _watchdog = Watchdog::start("a_piece_put_off");
+    let Some(tmpfs) = Tmpfs::mount(128 * MIB) else { return };
+    let filler = tmpfs.0.path().join("filler");
+    std::fs::write(&filler, vec![1; 60 * MIB as usize]).unwrap();
+    let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
+    assert!(!pool.wait_reserved(1, Duration::from_millis(300)));
+    let gauges = pool.gauges();
+    assert!(gauges.reservation_put_off && gauges.put_offs > 0 && gauges.reserved_bytes == 0);
+    std::fs::remove_file(&filler).unwrap();
+    pool.reserve_step().unwrap();
+    assert!(pool.wait_reserved(u64::MAX, Duration::from_secs(30)));
+    assert!(!pool.gauges().reservation_put_off);
+}
