@@ -319,7 +319,7 @@ mod tests {
         let entry: Entry = unsafe { std::mem::zeroed() };
         for parent in [None, Some(ObjectKey([9; 32]))] {
             let meta = ObjectMeta {
-                key: ObjectKey(std::array::from_fn(|n| n as u8)),
+                key: ObjectKey(std::array::from_fn(|n| u8::try_from(n).unwrap())),
                 namespace: 0xabcd,
                 kind: 3,
                 parent,

@@ -93,7 +93,9 @@ impl<'a> Extents<'a> {
             left -= part.pages;
             taken.push(part);
             if left == 0 {
-                taken.iter().for_each(|&extent| self.mark(extent, true));
+                for &extent in &taken {
+                    self.mark(extent, true);
+                }
                 return Some(taken);
             }
         }

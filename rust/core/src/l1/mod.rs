@@ -500,4 +500,6 @@ impl Arena {
 const CHECK_WAIT: Wait = Wait::Within(Duration::from_secs(10));
 
 #[cfg(test)]
+mod model_tests;
+#[cfg(test)]
 mod tests;

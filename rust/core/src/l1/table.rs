@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::entry::{CLAIMED, DIRTY, Entry, Extent, State, Word, claimant, key_words};
+use super::entry::{DIRTY, Entry, Extent, ON_DISK, State, Word, claimant, key_words};
 use super::extent::{Extents, Hints};
 use super::{ObjectMeta, Purpose};
 use crate::ObjectKey;
@@ -137,7 +137,9 @@ impl Table {
             return Made::NoRoom;
         };
         let Some(i) = self.take_entry(writer, parent) else {
-            extents.iter().for_each(|&extent| self.extents().free(extent));
+            for extent in extents {
+                self.extents().free(extent);
+            }
             return Made::NoRoom;
         };
         // The search for an entry may have buried a dying parent.
@@ -172,10 +174,12 @@ impl Table {
         if entry.load().state() != State::Dying {
             return false;
         }
-        self.index.remove(writer, entry.key().hash64(), i);
+        let fresh = self.index.remove(writer, entry.key().hash64(), i);
         if entry.is_pinned() {
-            self.list().unlink(writer, i);
-            self.list().push_back(writer, i);
+            if fresh {
+                self.list().unlink(writer, i);
+                self.list().push_back(writer, i);
+            }
             return false;
         }
         self.free(writer, i);
@@ -332,7 +336,9 @@ impl Table {
         let mut taken = Vec::new();
         for extent in self.entry(i).extents() {
             if !self.extents().claim(extent) {
-                taken.into_iter().for_each(|extent| self.extents().free(extent));
+                for extent in taken {
+                    self.extents().free(extent);
+                }
                 return false;
             }
             taken.push(extent);
@@ -397,13 +403,10 @@ impl TableHooks for Table {
             }
             let flags = entry.flags.load(Ordering::SeqCst);
             if claimant(flags) == Some(dead_member) {
-                // A failure means that another member has changed the flags since: not dead.
-                drop(entry.flags.compare_exchange(
-                    flags,
-                    (flags & !CLAIMED & 0xff) | DIRTY,
-                    Ordering::SeqCst,
-                    Ordering::SeqCst,
-                ));
+                let open = flags & ON_DISK | DIRTY;
+                // A failure means that somebody else claimed it meanwhile.
+                let order = Ordering::SeqCst;
+                entry.flags.compare_exchange(flags, open, order, order).ok();
             }
             let word = entry.load();
             if word.state() == State::Filling && word.owner() == dead_member {

@@ -3,7 +3,7 @@ use crate::pool::PoolOptions;
 
 const MIB: u64 = 1 << 20;
 
-fn arena(cpu_bytes: u64, entries: u32) -> Arena {
+pub(super) fn arena(cpu_bytes: u64, entries: u32) -> Arena {
     let mut options = PoolOptions::private(cpu_bytes);
     options.l1_entries = Some(entries);
     let arena = Arena::new(Pool::open(options).unwrap());
@@ -16,11 +16,11 @@ fn arena(cpu_bytes: u64, entries: u32) -> Arena {
     panic!("the arena's memory is not there after 10 s");
 }
 
-fn key(n: u64) -> ObjectKey {
+pub(super) fn key(n: u64) -> ObjectKey {
     ObjectKey(*blake3::hash(&n.to_le_bytes()).as_bytes())
 }
 
-fn meta(n: u64, parent: Option<u64>, bytes: u64) -> ObjectMeta {
+pub(super) fn meta(n: u64, parent: Option<u64>, bytes: u64) -> ObjectMeta {
     ObjectMeta {
         key: key(n),
         namespace: 0,
@@ -47,7 +47,7 @@ fn store(arena: &Arena, n: u64, parent: Option<u64>, bytes: u64) -> Slot {
     slot
 }
 
-fn find(arena: &Arena, n: u64) -> Option<(Slot, SlotState)> {
+pub(super) fn find(arena: &Arena, n: u64) -> Option<(Slot, SlotState)> {
     let mut found = Vec::new();
     arena.lookup(&[key(n)], &mut found);
     found[0]
