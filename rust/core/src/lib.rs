@@ -5,6 +5,7 @@
 //! objects in the pool's data area; [`l2`] keeps them as files; [`cache`] joins the tiers.
 
 mod error;
+pub mod io;
 mod key;
 pub mod l1;
 pub mod pool;

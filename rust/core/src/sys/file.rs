@@ -161,6 +161,44 @@ pub fn pread_full(file: impl AsFd, buffer: &mut [u8], offset: u64) -> io::Result
     Ok(done)
 }
 
+/// Reads once, at most `bytes` bytes, into memory that other processes may share, which is why it
+/// takes an address and not a slice.
+///
+/// # Safety
+/// The `bytes` bytes at `address` must be mapped for writing until the call returns.
+pub unsafe fn pread_at(
+    file: BorrowedFd<'_>,
+    address: *mut u8,
+    bytes: u32,
+    offset: u64,
+) -> io::Result<u32> {
+    let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
+    // SAFETY: the caller keeps the range mapped.
+    let read = unsafe { libc::pread(file.as_raw_fd(), address.cast(), bytes as usize, offset) };
+    u32::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// Switches an open file to direct I/O; `false` where its file system has none.
+pub fn set_direct(file: impl AsFd) -> Result<bool> {
+    match switch_direct(file, true) {
+        Ok(()) => Ok(true),
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(Error::io("switching a file to direct I/O", error)),
+    }
+}
+
+/// Switches an open file back to reads through the page cache.
+pub fn clear_direct(file: impl AsFd) -> Result<()> {
+    switch_direct(file, false)
+        .map_err(|error| Error::io("switching a file to reads through the page cache", error))
+}
+
+fn switch_direct(file: impl AsFd, direct: bool) -> rustix::io::Result<()> {
+    let mut flags = rustix::fs::fcntl_getfl(&file)?;
+    flags.set(OFlags::DIRECT, direct);
+    rustix::fs::fcntl_setfl(&file, flags)
+}
+
 /// What a descriptor points to.
 pub fn stat(file: impl AsFd) -> Result<FileStat> {
     let stat = rustix::fs::fstat(file).map_err(|error| Error::io("looking at a file", error))?;

@@ -72,7 +72,6 @@ extern "C" fn in_child() {
 mod tests {
     use std::time::Duration;
 
-    use super::*;
     use crate::sys::lock::LockFile;
 
     #[test]

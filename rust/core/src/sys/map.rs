@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -73,8 +74,16 @@ impl Mapping {
             unsafe { rustix::mm::madvise(start.cast(), length, Advice::LinuxPopulateWrite) };
         match populated {
             Ok(()) => Ok(()),
-            // Kernels before 5.14 don't know the advice; the first use brings each page in.
-            Err(rustix::io::Errno::INVAL) => Ok(()),
+            // Kernels before 5.14 don't know the advice: an atomic addition of nothing touches each
+            // page for writing and changes no byte, whoever else uses it.
+            Err(rustix::io::Errno::INVAL) => {
+                for page in (0..length).step_by(4096) {
+                    // SAFETY: within the range; a byte is always aligned.
+                    let byte = unsafe { AtomicU8::from_ptr(start.add(page)) };
+                    byte.fetch_add(0, Ordering::Relaxed);
+                }
+                Ok(())
+            }
             Err(error) => Err(Error::io(format!("bringing {bytes} bytes of the pool in"), error)),
         }
     }

@@ -1,5 +1,6 @@
 //! Every raw system call of the crate, behind safe functions that name what they were doing.
 
+pub mod event;
 pub mod file;
 pub mod fork;
 pub mod limits;
