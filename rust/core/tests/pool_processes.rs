@@ -3,6 +3,7 @@
 //! A test's child is this same test binary, told by `POOL_CHILD` what to do (see `child`). It says
 //! on its standard output what it has reached, and ends when its standard input is closed, or is
 //! killed.
+#![allow(clippy::unwrap_used, clippy::print_stderr, clippy::print_stdout, reason = "tests")]
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
@@ -433,7 +434,7 @@ fn a_closed_pool_and_a_forked_childs_copy_refuse_to_write() {
             matches!(pool.write(Wait::Try, |_| ()), Err(e) if e.kind() == ErrorKind::Forked);
         drop(pool);
         // SAFETY: ends the child without running the parent's exit handlers.
-        unsafe { libc::_exit(if refused { 0 } else { 1 }) };
+        unsafe { libc::_exit(i32::from(!refused)) };
     }
     let mut status = 0;
     // SAFETY: waits for the child just made.
@@ -455,7 +456,7 @@ fn pieces_are_reserved_by_one_member_and_seen_by_all() {
     assert!(worker.pieces() > 2);
     assert!(!worker.piece_reserved(0) && !worker.wait_reserved(1, Duration::from_millis(10)));
     let (_one, two) = (open(Role::Engine), open(Role::Engine));
-    assert!(worker.wait_reserved(u64::MAX, Duration::from_secs(60)));
+    assert!(worker.wait_reserved(u64::MAX, Duration::from_mins(1)));
     assert!((0..two.pieces()).all(|piece| two.piece_reserved(piece)));
     assert_eq!(two.reserved_bytes(), two.gauges().data_bytes);
     // SAFETY: within the mapping; nobody else uses these bytes.
@@ -509,17 +510,17 @@ fn a_full_tmpfs_is_an_error_at_open_and_idle_pools_make_room_first() {
     let other =
         PoolOptions { cache_dir: Some(tmpfs.1.path().join("other")), ..tmpfs.options(16 * MIB) };
     let idle = Pool::open(other).unwrap().path().unwrap().to_path_buf();
-    let filler = std::fs::File::create(tmpfs.0.path().join("filler")).unwrap();
+    let ballast = std::fs::File::create(tmpfs.0.path().join("ballast")).unwrap();
     let mut filled = 0;
-    while filler.write_all_at(&[1; 65536], filled).is_ok() {
-        filled += 65536;
+    while ballast.write_all_at(&[1; 4096], filled).is_ok() {
+        filled += 4096;
     }
     // The metadata (2 or 4 MiB here) of the idle pool is just what the new one needs.
     let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
     assert!(!idle.exists());
     drop(pool);
     std::fs::remove_dir_all(tmpfs.0.path().join("ram")).unwrap();
-    while filler.write_all_at(&[1; 4096], filled).is_ok() {
+    while ballast.write_all_at(&[1; 4096], filled).is_ok() {
         filled += 4096;
     }
     let error = Pool::open(tmpfs.options(16 * MIB)).unwrap_err();
@@ -531,7 +532,7 @@ fn a_piece_that_would_fill_the_tmpfs_is_put_off_and_reserved_later() {
     let _watchdog = Watchdog::start("a_piece_put_off");
     let Some(tmpfs) = Tmpfs::mount(128 * MIB) else { return };
     let filler = tmpfs.0.path().join("filler");
-    std::fs::write(&filler, vec![1; 60 * MIB as usize]).unwrap();
+    std::fs::write(&filler, vec![1; 60 << 20]).unwrap();
     let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
     assert!(!pool.wait_reserved(1, Duration::from_millis(300)));
     let gauges = pool.gauges();

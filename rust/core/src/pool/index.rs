@@ -126,8 +126,8 @@ impl Index {
             if slot == 0 {
                 break;
             }
-            let home = self.home(tag_in(slot));
-            if self.distance(home, at) >= self.distance(hole, at) {
+            let wanted = self.home(tag_in(slot));
+            if self.distance(wanted, at) >= self.distance(hole, at) {
                 self.store(hole, slot);
                 hole = at;
             }
@@ -166,7 +166,7 @@ impl Index {
 
     /// The slot where the search for `tag` begins: its upper bits, scaled to the capacity.
     fn home(&self, tag: u32) -> u32 {
-        (u64::from(tag) * u64::from(self.capacity) >> 32) as u32
+        high_half(u64::from(tag) * u64::from(self.capacity))
     }
 
     fn after(&self, at: u32) -> u32 {
@@ -193,20 +193,29 @@ impl Index {
     }
 }
 
+fn high_half(word: u64) -> u32 {
+    (word >> 32) as u32
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is meant")]
+fn low_half(word: u64) -> u32 {
+    word as u32
+}
+
 fn tag_of(hash64: u64) -> u32 {
-    (hash64 >> 32) as u32
+    high_half(hash64)
 }
 
 fn pack(tag: u32, entry: u32) -> u64 {
-    u64::from(tag) << 32 | u64::from(entry + 1)
+    (u64::from(tag) << 32) | u64::from(entry + 1)
 }
 
 fn tag_in(slot: u64) -> u32 {
-    (slot >> 32) as u32
+    high_half(slot)
 }
 
 fn entry_in(slot: u64) -> u32 {
-    (slot as u32).wrapping_sub(1)
+    low_half(slot).wrapping_sub(1)
 }
 
 /// Asks the processor to fetch the cache line of `address`; no effect on what the program means.
@@ -259,7 +268,7 @@ mod tests {
                             assert!(index.remove(writer, hash, entry));
                             model.remove(&entry);
                         }
-                        (_, old) => assert_eq!(index.remove(writer, !old.unwrap_or(hash), entry), false),
+                        (_, old) => assert!(!index.remove(writer, !old.unwrap_or(hash), entry)),
                     }
                     for (&entry, &hash) in &model {
                         assert_eq!(index.find(hash, |e| e == entry), Some(entry));

@@ -94,6 +94,7 @@ impl Pool {
 
     /// As [`Pool::open`]; before a pool of another size is made anew, `before_recreate` gets it, to
     /// write back what is in memory only. It must let go of the pool.
+    #[expect(clippy::needless_pass_by_value, reason = "as `open`")]
     pub fn open_with(options: PoolOptions, before_recreate: BeforeRecreate) -> Result<Arc<Self>> {
         if !options.shared {
             return open_private(&options);
@@ -428,7 +429,8 @@ fn initialise(
     for (cell, byte) in header.cache_dir.iter().zip(path) {
         cell.store(*byte, Ordering::Relaxed);
     }
-    header.cache_dir_len.store(path.len() as u32, Ordering::Relaxed);
+    let length = u32::try_from(path.len()).unwrap_or(0);
+    header.cache_dir_len.store(length, Ordering::Relaxed);
     let incarnation = u64::from_ne_bytes(sys::file::random_bytes());
     header.incarnation.store(incarnation, Ordering::Relaxed);
     header.mount_namespace.store(place::mount_namespace(), Ordering::Relaxed);

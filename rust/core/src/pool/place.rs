@@ -20,6 +20,7 @@ const POOL_ID_FILE: &str = "pool-id";
 const INCARNATION_FILE: &str = "pool-incarnation";
 
 /// The directories of one pool.
+#[expect(clippy::struct_field_names, reason = "named as the settings are")]
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     pub(super) ram_dir: PathBuf,
@@ -116,7 +117,7 @@ impl Place {
 }
 
 fn memory_only_dir(ram_dir: &Path) -> PathBuf {
-    ram_dir.join(format!("memory-{}", rustix::process::geteuid().as_raw()))
+    ram_dir.join(format!("memory-{}", sys::file::user()))
 }
 
 /// Several users share it, as they do `/tmp`; each pool's directory is its user's alone.

@@ -28,6 +28,11 @@ fn failed(what: &str, path: &Path, error: impl Into<io::Error>) -> Error {
     Error::io(format!("{what} {}", path.display()), error)
 }
 
+/// The user on whose behalf files are made.
+pub fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
 /// Makes a directory and those above it, each new one with mode 0700.
 pub fn create_dirs(path: &Path) -> Result<()> {
     DirBuilder::new()
@@ -40,7 +45,7 @@ pub fn create_dirs(path: &Path) -> Result<()> {
 /// Refuses a directory that another user owns or may write to.
 pub fn dir_is_ours(path: &Path) -> Result<()> {
     let meta = fs::symlink_metadata(path).map_err(|error| failed("looking at", path, error))?;
-    let us = rustix::process::geteuid().as_raw();
+    let us = user();
     if meta.is_dir() && meta.uid() == us && meta.mode() & 0o022 == 0 {
         return Ok(());
     }
