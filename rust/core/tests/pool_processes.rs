@@ -410,6 +410,27 @@ fn two_openings_in_one_process_are_two_members() {
 }
 
 #[test]
+fn a_worker_attaches_by_id_whatever_the_pools_size() {
+    let dirs = Dirs::new();
+    let transit = PoolOptions { cpu_bytes: 0, transit_bytes: 8 * MIB, ..dirs.options() };
+    let memory_only = PoolOptions { cache_dir: None, ..dirs.options() };
+    for options in [dirs.options(), transit, memory_only] {
+        let ram_dir = options.ram_dir.clone();
+        let pool = Pool::open(options).unwrap();
+        let id: String = pool.id().iter().map(|byte| format!("{byte:02x}")).collect();
+        let worker = Pool::attach(&ram_dir, &id).unwrap();
+        assert_eq!(worker.geometry(), pool.geometry());
+        drop(pool);
+        spare(&worker).store(7, Ordering::Relaxed);
+        drop(worker);
+        let adopted = Pool::attach(&ram_dir, &id).unwrap();
+        assert_eq!(spare(&adopted).load(Ordering::Relaxed), 7, "an idle pool is kept");
+    }
+    let error = Pool::attach(&dirs.ram_dir, &"0".repeat(32)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+}
+
+#[test]
 fn the_smallest_disk_limit_of_the_live_members_holds() {
     let dirs = Dirs::new();
     let open =

@@ -228,7 +228,9 @@ impl Opener<'_> {
             let text = format!("the pool {} has no free member number", self.path.display());
             return Err(Error::new(ErrorKind::NoSpace, text));
         };
-        self.place.set_incarnation(head.incarnation)?;
+        if self.place.incarnation()? != Some(head.incarnation) {
+            self.place.set_incarnation(head.incarnation)?;
+        }
         let Some((life, ctl)) = locks.take() else { return Ok(Step::Again) };
         let files = Files::new(file, life, ctl);
         let parts = (mapping, head.geometry, head.pool_id, member, files);
@@ -370,7 +372,7 @@ fn sizes(options: &PoolOptions) -> Sizes {
         l1_entries: options.l1_entries,
         l2_records: options.l2_records,
         disk_capacity_bytes: options.disk_capacity_bytes,
-        disk: options.cache_dir.is_some() || options.l2_records.is_some(),
+        disk: options.cache_dir.is_some() || options.l2_records.is_some_and(|records| records > 0),
     }
 }
 
