@@ -417,7 +417,7 @@ fn a_worker_attaches_by_id_whatever_the_pools_size() {
     for options in [dirs.options(), transit, memory_only] {
         let ram_dir = options.ram_dir.clone();
         let pool = Pool::open(options).unwrap();
-        let id: String = pool.id().iter().map(|byte| format!("{byte:02x}")).collect();
+        let id = format!("{:032x}", u128::from_be_bytes(pool.id()));
         let worker = Pool::attach(&ram_dir, &id).unwrap();
         assert_eq!(worker.geometry(), pool.geometry());
         drop(pool);
