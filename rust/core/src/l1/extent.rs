@@ -316,7 +316,7 @@ mod tests {
                         let piece = view.piece_of(*extent).expect("within one piece");
                         prop_assert!(reserved(u32::try_from(piece).unwrap()));
                         for page in extent.first..extent.end() {
-                            prop_assert!(!std::mem::replace(&mut used[page as usize], true));
+                            prop_assert!(!std::mem::replace(&mut used[index(page)], true));
                         }
                     }
                     held.push(got);
@@ -324,7 +324,7 @@ mod tests {
                     let size = usize::try_from(size).unwrap();
                     for extent in held.swap_remove(size % held.len()) {
                         view.free(extent);
-                        used[extent.first as usize..extent.end() as usize].fill(false);
+                        used[index(extent.first)..index(extent.end())].fill(false);
                     }
                 }
                 prop_assert_eq!(view.used(), used.iter().filter(|&&u| u).count() as u64);
@@ -365,6 +365,10 @@ mod tests {
                 sum >= size
             })
             .map(|n| n + 1)
+    }
+
+    fn index(page: u64) -> usize {
+        usize::try_from(page).unwrap()
     }
 
     #[test]

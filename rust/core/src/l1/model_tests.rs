@@ -186,7 +186,9 @@ impl Model {
                 let claimed = arena.dirty(usize::MAX);
                 let dirty = self.objects.iter_mut().filter(|o| o.dirty);
                 assert_eq!(claimed.len(), dirty.map(|o| o.dirty = false).count());
-                claimed.into_iter().for_each(|slot| arena.set_clean(slot, true));
+                for slot in claimed {
+                    arena.set_clean(slot, true);
+                }
             }
             Op::Clear => {
                 arena.clear();
