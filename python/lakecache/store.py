@@ -1,0 +1,584 @@
+"""The store without vLLM: bytes in, bytes out, in shared memory and on disk.
+
+    with TieredStore(cache_dir="/var/cache/mine", cpu_bytes="1GiB") as store:
+        store.put(b"some key", tensor)
+        with store.lease_many([b"some key"]) as lease:
+            (view,) = lease.view(0)
+
+Objects are opaque bytes and never change once they are stored. A miss is never an exception: `put`
+answers False and a lease says what it holds. Everything that waits has a timeout in seconds.
+Stores may be used from several threads at once; one lease belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lakecache.config import CacheConfig
+from lakecache.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    EngineUnavailableError,
+    LeaseLostError,
+)
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from lakecache import _core
+
+__all__ = ["DiskBackend", "StoreLease", "TieredStore"]
+
+log = logging.getLogger("lakecache")
+
+KEY_BYTES = 32
+KIND = 0
+FILLING, READY, GONE = 0, 1, 2
+# Waits sleep this long between looks, growing: the first looks catch what is nearly done.
+FIRST_SLEEP_SECONDS = 20e-6
+LONGEST_SLEEP_SECONDS = 2e-3
+
+
+class _Store:
+    """What both faces share: keys, puts, leases, statistics."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        namespace: str | bytes,
+        shared: bool,
+        index_timeout: float,
+    ) -> None:
+        from lakecache import _core
+
+        self._core = _core
+        self._digest, manifest = _namespace_digest(namespace, _core.blake3)
+        self._config = config
+        self._cache: _core.Cache | None = _core.Cache(
+            cache_dir=config.cache_dir,
+            ram_dir=config.ram_dir,
+            cpu_bytes=config.cpu_bytes,
+            disk_capacity_bytes=config.disk_capacity_bytes,
+            shared=shared,
+            io_engine=config.io_engine,
+            checksum=config.checksum,
+            durability=config.durability,
+            write_policy=config.write_policy,
+        )
+        try:
+            number = self._cache.namespace(self._digest, manifest)
+            if number is None:
+                raise CapacityError(28, "the pool has no room for another namespace")
+            self._namespace = number
+            if config.cache_dir is not None and index_timeout > 0:
+                self._cache.wait_scanned(index_timeout)
+        except BaseException:
+            self.close(timeout=0.0)
+            raise
+
+    @property
+    def pool_id(self) -> str:
+        """The id of the shared memory that serves this store; equal in all that share it."""
+        return self._open().pool_id
+
+    @property
+    def io_engine(self) -> str:
+        """How files are read: `io_uring`, `pread` or `none`."""
+        return self._open().io_engine
+
+    @property
+    def io_engine_reason(self) -> str | None:
+        """Why that is not the preferred engine, in one sentence; None where it is."""
+        return self._open().io_engine_reason
+
+    def key(self, key: bytes) -> bytes:
+        """The 32-byte name of an object in the store: covers the namespace and your key.
+
+        A key of 32 bytes is taken as a digest already; any other is hashed with BLAKE3 first.
+        """
+        return self._keys([key])
+
+    def put(
+        self, key: bytes, data: Any, *, parent: bytes | None = None, timeout: float = 1.0
+    ) -> bool:
+        """Store the bytes of `data` under `key`; they are copied once.
+
+        Args:
+            key: 32 bytes, or any other bytes, which are hashed.
+            data: bytes, a contiguous buffer, or a contiguous torch tensor in host memory, of any
+                shape and type; at least one byte. The bytes are stored, not shape and type.
+            parent: the key without which this object is useless, if there is one (the chunk before
+                it): a parent is evicted after its children.
+            timeout: seconds to wait for room, for the lock and for the object to be readable.
+
+        Returns:
+            True when the object can be leased now, by this put or an earlier one (the first writer
+            wins). False when it was not stored: no room, or not in time.
+
+        Raises:
+            TypeError: `data` is not contiguous bytes in host memory.
+            ClosedError: the store is closed.
+        """
+        source = _bytes_of(data)
+        if not source.nbytes:
+            raise ConfigError("an object of 0 bytes cannot be stored; data is empty")
+        return self._put(self.key(key), source, parent, timeout)
+
+    def put_device(self, key: bytes, tensor: Any, *, timeout: float = 1.0) -> bool:
+        """Store a tensor in GPU memory. Not in this release: raises EngineUnavailableError."""
+        raise EngineUnavailableError(
+            "GPU transfer: not built. Copy the tensor to host memory first: "
+            "store.put(key, tensor.cpu())."
+        )
+
+    def lookup(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """How many leading keys are present in any tier, and how many of those in memory.
+
+        Takes microseconds and holds nothing: what it counts may be evicted a moment later.
+        """
+        return self._open().lookup(self._keys(keys))
+
+    def lease_many(self, keys: Sequence[bytes], *, timeout: float = 30.0) -> StoreLease:
+        """Hold every one of `keys` that is present, wherever it stands in the list.
+
+        What is held is not evicted, from memory or disk, until it is released. Files are opened by
+        I/O threads; this waits for them, at most `timeout` seconds, and then holds what it has.
+        """
+        names = self._split(keys)
+        return StoreLease(self, names, _held_runs(self._open(), names, timeout))
+
+    def reserve_prefix(self, keys: Sequence[bytes], *, timeout: float = 30.0) -> StoreLease:
+        """Hold the longest run of leading `keys` that is present, and mark it as used now.
+
+        This is what a prefix cache needs: a chunk is of use only with all those before it.
+        `len(lease)` is the length of the run; it may be 0.
+        """
+        cache = self._open()
+        names = self._split(keys)
+        lease, count = _held_prefix(cache, names, timeout)
+        runs = [(0, count, lease)] if count else []
+        if not count:
+            lease.close()
+        cache.touch(b"".join(names[:count]))
+        return StoreLease(self, names[:count], runs)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark a chain of keys, root first, as used now."""
+        self._open().touch(self._keys(keys))
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until all that was put is on disk, or was given up; False when time ran out."""
+        return self._open().flush(timeout)
+
+    def clear_memory(self) -> int:
+        """Drop from memory what is neither held nor still to be written; the bytes freed.
+
+        Files stay: the next lease reads them.
+        """
+        return self._open().clear_memory()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since this store was opened, and gauges of the tiers, by name.
+
+        Names that end in `_bytes` are bytes, those in `_seconds` seconds, others are counts.
+        """
+        return dict(self._open().stats())
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened since the last call, oldest first: `op`, `tier`, `key` (hex), `bytes`.
+
+        The queue is bounded; when nobody asks, the oldest are dropped.
+        """
+        return self._open().events()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write back for at most `timeout` seconds and leave the pool. Safe to repeat.
+
+        Views that are still alive stay readable.
+        """
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.close(timeout)
+
+    def __enter__(self) -> Self:
+        """Give the store itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    def _open(self) -> _core.Cache:
+        if self._cache is None:
+            raise ClosedError("this store is closed; open a new one")
+        return self._cache
+
+    def _keys(self, keys: Iterable[bytes]) -> bytes:
+        return self._core.derive_keys(
+            self._digest,
+            KIND,
+            [key if len(key) == KEY_BYTES else self._core.blake3(key) for key in _checked(keys)],
+        )
+
+    def _split(self, keys: Sequence[bytes]) -> list[bytes]:
+        joined = self._keys(keys)
+        return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+
+    def _put(self, name: bytes, source: memoryview, parent: bytes | None, timeout: float) -> bool:
+        cache = self._open()
+        above = None if parent is None else self.key(parent)
+        deadline = time.monotonic() + timeout
+
+        def reserve() -> tuple[int, int] | bool | None:
+            if cache.lookup(name)[0]:
+                cache.touch(name)
+                return True
+            return cache.reserve(self._namespace, name, KIND, above, 0, 0, 1, source.nbytes)
+
+        slot = _wait(reserve, deadline)
+        if not isinstance(slot, tuple):
+            return slot is True
+        try:
+            _fill(cache.view(*slot), source)
+        except BaseException:
+            cache.abandon(*slot)
+            raise
+        cache.commit(*slot)
+        # Read by others from here on; gone already means evicted, and then the disk may have it.
+        state = _wait(lambda: cache.state(*slot) or None, deadline)
+        return state == READY or cache.lookup(name)[0] == 1
+
+
+class TieredStore(_Store):
+    """Objects in memory and, where `cache_dir` is set, on disk; both within hard limits.
+
+    The keywords are the configuration keys of `kv_connector_extra_config` (see README.md); those
+    that concern only vLLM, such as `chunk_size`, are checked and have no effect.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str | bytes = "store",
+        shared: bool = True,
+        index_timeout: float = 30.0,
+        **settings: Any,
+    ) -> None:
+        """Open or join the pool of `cache_dir`.
+
+        Args:
+            namespace: a name, or a digest of 32 bytes, of all that decides what the bytes mean:
+                the same key in another namespace is another object.
+            shared: False keeps the memory to this process, and `cache_dir` locked to it. True
+                shares it with every process that opens the same `cache_dir` and `ram_dir`, and
+                leaves it for the next one.
+            index_timeout: seconds to wait for the index of the files, the first time a directory is
+                opened; until it is there, objects on disk are misses. 0 does not wait.
+            settings: `cache_dir`, `cpu_bytes`, `disk_capacity_bytes`, `ram_dir`, `io_engine`, ...
+
+        Raises:
+            ConfigError: an unknown key, or a wrong value; the text names the remedy.
+            CapacityError: `cpu_bytes` can never fit here.
+            StorageError: the directory cannot be used; keeps `errno`.
+            EngineUnavailableError: `io_engine` names one that is not to be had.
+            PoolIncompatibleError: the pool has another format, or is out of reach.
+        """
+        config = CacheConfig.from_extra_config(settings)
+        super().__init__(config, namespace=namespace, shared=shared, index_timeout=index_timeout)
+
+
+class DiskBackend(_Store):
+    """Objects on disk only. Memory is used for transit alone (`cpu_bytes` is 0)."""
+
+    def __init__(
+        self,
+        *,
+        cache_dir: str,
+        namespace: str | bytes = "store",
+        shared: bool = True,
+        index_timeout: float = 30.0,
+        **settings: Any,
+    ) -> None:
+        """Open or join the directory; arguments and errors are those of `TieredStore`."""
+        if settings.setdefault("cpu_bytes", 0) != 0:
+            raise ConfigError(
+                f"cpu_bytes is {settings['cpu_bytes']!r}, but a DiskBackend keeps nothing in "
+                "memory. Leave it out, or use TieredStore."
+            )
+        config = CacheConfig.from_extra_config({"cache_dir": cache_dir, **settings})
+        super().__init__(config, namespace=namespace, shared=shared, index_timeout=index_timeout)
+
+    def put(
+        self, key: bytes, data: Any, *, parent: bytes | None = None, timeout: float = 10.0
+    ) -> bool:
+        """Write an object; True once its file is in place, False where it was not kept."""
+        deadline = time.monotonic() + timeout
+        if not super().put(key, data, parent=parent, timeout=timeout):
+            return False
+        self.flush(max(0.0, deadline - time.monotonic()))
+        return self.lookup([key])[0] == 1
+
+    def lease_keys(self, keys: Sequence[bytes], *, timeout: float = 30.0) -> StoreLease:
+        """Hold the files of those `keys` that are present, against eviction too."""
+        return self.lease_many(keys, timeout=timeout)
+
+
+class StoreLease:
+    """Objects held against eviction. Close it, or use it in a `with` statement.
+
+    Indexes are those of the keys that were asked for.
+    """
+
+    def __init__(
+        self, store: _Store, names: Sequence[bytes], runs: list[tuple[int, int, _core.Lease]]
+    ) -> None:
+        """Made by a store. `runs` are (first index, count, lease of that run)."""
+        self._cache = store._open()
+        self._names = names
+        self._runs = runs
+        self._started: set[int] = set()
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._released: set[int] = set()
+        self._tiers = {
+            first + at: "disk" if tier else "memory"
+            for first, count, lease in runs
+            for at, tier in enumerate(lease.tiers()[:count])
+        }
+
+    def __len__(self) -> int:
+        """How many keys were asked for; for a prefix, how many are held."""
+        return len(self._names)
+
+    @property
+    def found(self) -> list[bool]:
+        """For each key, whether it was present when the lease was taken."""
+        return [at in self._tiers for at in range(len(self))]
+
+    def tier(self, index: int) -> str | None:
+        """Where the object was when the lease was taken: `memory`, `disk`, or None for a miss."""
+        return self._tiers.get(index)
+
+    def view(self, index: int, *, timeout: float = 30.0) -> list[memoryview]:
+        """The object's bytes where they lie in memory, read from disk first if need be.
+
+        Returns:
+            1 to 8 read-only views of format "B", one per extent, in order; the object is their
+            concatenation. A view keeps its object in memory until it is deleted, lease or not.
+
+        Raises:
+            KeyError: the key was not present, or has been released.
+            LeaseLostError: the file is damaged or could not be read. Compute the bytes again.
+            DeadlineError: there was no room, or the disk was too slow.
+        """
+        slot = self._ready(index, timeout)
+        views = [view.toreadonly() for view in self._cache.view(*slot)]
+        if not views:
+            raise LeaseLostError(f"object {index} of the lease is gone")
+        return views
+
+    def read(self, index: int, *, timeout: float = 30.0) -> bytes:
+        """A copy of the object's bytes. Raises like `view`."""
+        return b"".join(self.view(index, timeout=timeout))
+
+    def copy_into(self, index: int, target: Any, *, timeout: float = 30.0) -> None:
+        """Copy the object into a writable contiguous buffer or host tensor of the same size."""
+        space = _bytes_of(target)
+        if space.readonly:
+            raise TypeError("the target is read-only")
+        views = self.view(index, timeout=timeout)
+        size = sum(view.nbytes for view in views)
+        if size != space.nbytes:
+            raise ConfigError(f"the object has {size} bytes and the target {space.nbytes}")
+        at = 0
+        for view in views:
+            space[at : at + view.nbytes] = view
+            at += view.nbytes
+
+    def load(self, *, timeout: float = 30.0) -> int:
+        """Bring everything held into memory; how many objects are readable in the end.
+
+        Raises nothing: what fails or does not fit in time is not counted.
+        """
+        deadline = time.monotonic() + timeout
+        loaded = 0
+        for index in sorted(self._tiers.keys() - self._released):
+            try:
+                self._ready(index, max(0.0, deadline - time.monotonic()))
+            except (LeaseLostError, DeadlineError):
+                continue
+            loaded += 1
+        return loaded
+
+    def release(self, index: int) -> None:
+        """Give one object back. Safe to repeat."""
+        found = self._run_of(index)
+        if found is not None and index not in self._released:
+            self._released.add(index)
+            self._slots.pop(index, None)
+            _, first, lease = found
+            lease.release(index - first)
+
+    def close(self) -> None:
+        """Give everything back. Safe to repeat."""
+        self._released.update(self._tiers)
+        self._slots.clear()
+        runs, self._runs = self._runs, []
+        for _, _, lease in runs:
+            lease.close()
+
+    def __enter__(self) -> Self:
+        """Give the lease itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give everything back."""
+        self.close()
+
+    def _run_of(self, index: int) -> tuple[int, int, _core.Lease] | None:
+        for number, (first, count, lease) in enumerate(self._runs):
+            if first <= index < first + count:
+                return number, first, lease
+        return None
+
+    def _ready(self, index: int, timeout: float) -> tuple[int, int]:
+        found = self._run_of(index)
+        if found is None or index in self._released:
+            raise KeyError(f"object {index} of the lease was not present, or has been released")
+        number, first, lease = found
+        if number not in self._started:
+            self._started.add(number)
+            lease.start(0)
+
+        def arrived() -> tuple[int, int] | None:
+            for at, entry, generation in lease.slots():
+                self._slots[first + at] = (entry, generation)
+            slot = self._slots.get(index)
+            state = FILLING if slot is None else self._cache.state(*slot)
+            if state == READY:
+                return slot
+            broken = lease.failed()
+            if state == GONE or (broken is not None and broken <= index - first):
+                raise LeaseLostError(
+                    f"object {index} of the lease could not be read; compute its bytes again"
+                )
+            return None
+
+        slot = _wait(arrived, time.monotonic() + timeout)
+        if slot is None:
+            raise DeadlineError(
+                f"object {index} of the lease was not in memory after {timeout:g} s: the disk is "
+                "slow, or what is held leaves no room (release other objects first)"
+            )
+        return slot
+
+
+def _held_prefix(
+    cache: _core.Cache, names: Sequence[bytes], timeout: float
+) -> tuple[_core.Lease, int]:
+    """Lease the leading keys and wait until their files are open."""
+    lease = cache.lease(b"".join(names))
+    count = _wait(lease.poll, time.monotonic() + timeout)
+    return lease, lease.settle() if count is None else count
+
+
+def _held_runs(
+    cache: _core.Cache, names: Sequence[bytes], timeout: float
+) -> list[tuple[int, int, _core.Lease]]:
+    """Lease all that is present: one run of neighbours at a time."""
+    deadline = time.monotonic() + timeout
+    runs: list[tuple[int, int, _core.Lease]] = []
+    first = 0
+    while first < len(names):
+        left = max(0.0, deadline - time.monotonic())
+        if not cache.lookup(names[first])[0]:
+            first += 1
+            continue
+        lease, count = _held_prefix(cache, names[first:], left)
+        if count:
+            runs.append((first, count, lease))
+        else:
+            lease.close()
+        # The key that ended the run is missing, or its file is gone.
+        first += count + 1
+    return runs
+
+
+def _wait(look: Callable[[], Any], deadline: float) -> Any:
+    """Call `look` until it answers something but None, or the deadline has passed."""
+    pause = FIRST_SLEEP_SECONDS
+    while True:
+        answer = look()
+        if answer is not None or time.monotonic() >= deadline:
+            return answer
+        time.sleep(pause)
+        pause = min(pause * 2, LONGEST_SLEEP_SECONDS)
+
+
+def _fill(views: Sequence[memoryview], source: memoryview) -> None:
+    """Copy `source` over the extents of a new object."""
+    at = 0
+    for view in views:
+        with view:
+            view[:] = source[at : at + view.nbytes]
+            at += view.nbytes
+    if at != source.nbytes:
+        raise LeaseLostError("the space reserved for an object is gone")
+
+
+def _checked(keys: Iterable[bytes]) -> Iterable[bytes]:
+    if isinstance(keys, bytes | bytearray | str):
+        raise TypeError(f"keys must be a sequence of bytes, not one {type(keys).__name__}")
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise TypeError(f"a key must be bytes, not {type(key).__name__}")
+        yield key
+
+
+def _namespace_digest(
+    namespace: str | bytes, blake3: Callable[[bytes], bytes]
+) -> tuple[bytes, str]:
+    if isinstance(namespace, str) and namespace:
+        digest = blake3(b"lakecache.store namespace\0" + namespace.encode())
+        return digest, json.dumps({"made_by": "lakecache.store", "name": namespace})
+    if isinstance(namespace, bytes) and len(namespace) == KEY_BYTES:
+        return namespace, json.dumps({"made_by": "lakecache.store", "digest": namespace.hex()})
+    raise ConfigError(f"namespace is {namespace!r}; it must be a name or a digest of 32 bytes")
+
+
+def _bytes_of(data: Any) -> memoryview:
+    """The memory of a buffer or of a host tensor, as bytes, without a copy.
+
+    The view of a tensor keeps the tensor alive.
+    """
+    storage = getattr(data, "untyped_storage", None)
+    if storage is None:
+        return memoryview(data).cast("B")
+    if data.device.type != "cpu":
+        raise TypeError(f"the tensor is on {data.device}; copy it to host memory first (.cpu())")
+    if not data.is_contiguous():
+        raise TypeError("the tensor is not contiguous; use .contiguous()")
+    size = data.numel() * data.element_size()
+    if not size:
+        return memoryview(b"")
+    memory = (ctypes.c_uint8 * size).from_address(data.data_ptr())
+    memory._owner = data  # from_address owns nothing
+    return memoryview(memory).cast("B")
