@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::layout::{
     CACHE_DIR_MAX, DATA_BYTES_MIN, FORMAT_VERSION, Geometry, Header, MAGIC, Sizes,
@@ -24,8 +24,12 @@ use crate::{Error, ErrorKind, Result, sys};
 
 /// A stopped process can hold the join lock; nobody waits for it for ever.
 const JOIN_WAIT: Duration = Duration::from_secs(30);
-/// Times that a sweep or another creator may replace the file under us.
-const ATTEMPTS: usize = 8;
+/// Locks outlive their process for a moment: until its last reads have landed, or until a child that
+/// it was just forking has started its program. So long nobody concludes that others are there.
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+/// Times that a sweep or another creator may replace the file under us, besides.
+const ATTEMPTS: u32 = 64;
 
 /// What a pool file turns out to be.
 pub(super) enum Found {
@@ -78,11 +82,28 @@ struct Opener<'a> {
     path: PathBuf,
     id: [u8; 16],
     alone: bool,
+    patient_until: Instant,
 }
 
 enum Step {
     Joined(Arc<Pool>),
     Again,
+    /// Others seem to be there, but may be gone in a moment.
+    Patience,
+}
+
+/// Repeats `attempt` until it succeeds, for a moment.
+pub(super) fn within_patience(attempt: impl Fn() -> Result<bool>) -> Result<bool> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        if attempt()? {
+            return Ok(true);
+        }
+        if Instant::now() >= until {
+            return Ok(false);
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
 }
 
 impl Pool {
@@ -104,8 +125,7 @@ impl Pool {
             (LockFile::open(&place.lock_path())?, LockFile::open(&place.lock_path())?);
         let join_file = LockFile::open(&place.lock_path())?;
         let _join = take_join_lock(&join_file, &place)?;
-        let alone = !join_file.is_held_elsewhere(lock_byte::USE)?;
-        if !life.try_shared(lock_byte::USE)? {
+        if !within_patience(|| life.try_shared(lock_byte::USE))? {
             return Err(used_privately(&place));
         }
         let geometry = Geometry::new(&sizes(&options))?;
@@ -116,11 +136,19 @@ impl Pool {
         sys::file::dir_is_ours(&dir)?;
         sweep::remove_orphans(&place.ram_dir);
         let path = dir.join("pool");
-        let opener = Opener { options: &options, place, geometry, path, id, alone };
+        let patient_until = Instant::now() + PATIENCE;
+        let mut opener =
+            Opener { options: &options, place, geometry, path, id, alone: false, patient_until };
         let mut locks = Some((life, ctl));
-        for _ in 0..ATTEMPTS {
-            if let Step::Joined(pool) = opener.step(&mut locks, before_recreate)? {
-                return Ok(pool);
+        let mut attempts = 0;
+        while attempts < ATTEMPTS {
+            if let Some((life, _)) = &locks {
+                opener.alone = !life.is_held_elsewhere(lock_byte::USE)?;
+            }
+            match opener.step(&mut locks, before_recreate)? {
+                Step::Joined(pool) => return Ok(pool),
+                Step::Again => attempts += 1,
+                Step::Patience => std::thread::sleep(LOOK_AGAIN),
             }
             if !opener.dir_exists()? {
                 sys::file::create_dirs(&dir)?;
@@ -171,7 +199,7 @@ impl Opener<'_> {
             return if self.alone {
                 self.create().map(|()| Step::Again)
             } else {
-                Err(self.unreachable())
+                self.refuse(self.unreachable())
             };
         };
         // A sweep has it: it will be gone or free at once.
@@ -182,22 +210,33 @@ impl Opener<'_> {
         match read_header(&file)? {
             Found::Unpublished if self.alone => self.unlink(&file, "it was never completed"),
             Found::OtherFormat(_) if self.alone => self.unlink(&file, "it has another format"),
-            Found::Unpublished => Err(self.unreachable()),
-            Found::OtherFormat(version) => Err(self.other_format(version)),
+            Found::Unpublished => self.refuse(self.unreachable()),
+            Found::OtherFormat(version) => self.refuse(self.other_format(version)),
             Found::Pool(head) => {
                 if !self.alone && self.place.incarnation()? != Some(head.incarnation) {
-                    return Err(self.unreachable());
+                    return self.refuse(self.unreachable());
                 }
                 if !self.suits(&head.geometry) {
                     if self.alone {
                         self.write_back(file, &head, before_recreate)?;
                         return Ok(Step::Again);
                     }
+                    if self.is_patient() {
+                        return Ok(Step::Patience);
+                    }
                     self.warn_other_size(&head.geometry);
                 }
                 self.attach(file, &head, locks, self.options.role)
             }
         }
+    }
+
+    fn is_patient(&self) -> bool {
+        Instant::now() < self.patient_until
+    }
+
+    fn refuse(&self, error: Error) -> Result<Step> {
+        if self.is_patient() { Ok(Step::Patience) } else { Err(error) }
     }
 
     /// A pool of this size whose tables are no smaller than wished for is kept.
@@ -487,7 +526,7 @@ fn private_locks(options: &PoolOptions, id: &[u8; 16]) -> Result<(LockFile, Lock
     let (life, ctl) = (LockFile::open(&place.lock_path())?, LockFile::open(&place.lock_path())?);
     let join_file = LockFile::open(&place.lock_path())?;
     let _join = take_join_lock(&join_file, &place)?;
-    if !life.try_exclusive(lock_byte::USE)? {
+    if !life.exclusive_within(lock_byte::USE, PATIENCE)? {
         return Err(Error::new(
             ErrorKind::Unavailable,
             format!(

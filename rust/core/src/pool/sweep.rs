@@ -105,11 +105,11 @@ impl Pool {
             let text = format!("the pool {} is in use: stop its engines first", path.display());
             Error::new(ErrorKind::Unavailable, text)
         };
-        if lock.is_held_elsewhere(lock_byte::USE)? {
+        if !join::within_patience(|| lock.is_held_elsewhere(lock_byte::USE).map(|held| !held))? {
             return Err(in_use());
         }
         let Some(file) = place::open_pool_file(&path)? else { return Ok(false) };
-        if !flock_exclusive(&file)? {
+        if !join::within_patience(|| flock_exclusive(&file))? {
             return Err(in_use());
         }
         place::unlink_same(&file, &path)?;
