@@ -1,0 +1,122 @@
+"""What the two halves of the connector say to each other, once per engine step.
+
+Everything here is pickled on vLLM's critical path, so it is flat and small: block ids travel as
+packed 32-bit integers, and a step without work carries one constant object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+__all__ = ["IDLE", "CacheStats", "Handshake", "StepPlan", "WorkerReport"]
+
+
+class StepPlan(KVConnectorMetadata):
+    """Scheduler to workers: loads to begin, chunks that may be copied now, stores to make.
+
+    - `loads`: (load, request id, number of chunks to expect)
+    - `chunks`: (load, index, entry, generation, leading blocks to leave out, block ids)
+    - `failed`: loads of which no further chunk will come
+    - `stores`: (job, entry, generation, block ids)
+    """
+
+    __slots__ = ("chunks", "failed", "loads", "stores")
+
+    def __init__(self) -> None:
+        """Begin an empty plan."""
+        self.loads: list[tuple[int, str, int]] = []
+        self.chunks: list[tuple[int, int, int, int, int, bytes]] = []
+        self.failed: list[int] = []
+        self.stores: list[tuple[int, int, int, bytes]] = []
+
+    def __bool__(self) -> bool:
+        """Whether a worker has anything to do."""
+        return bool(self.chunks or self.stores or self.loads or self.failed)
+
+    def __reduce__(self) -> Any:
+        """Pickle as a call with plain tuples; the idle plan as a mere reference."""
+        if not self:
+            return (_idle, ())
+        return (_plan, (self.loads, self.chunks, self.failed, self.stores))
+
+
+def _plan(loads: Any, chunks: Any, failed: Any, stores: Any) -> StepPlan:
+    plan = StepPlan()
+    plan.loads, plan.chunks, plan.failed, plan.stores = loads, chunks, failed, stores
+    return plan
+
+
+# Never written to: steps in flight share it.
+IDLE = StepPlan()
+
+
+def _idle() -> StepPlan:
+    return IDLE
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Workers to scheduler: how many ranks have finished what.
+
+    `stores` maps a job to (ranks that copied it, ranks that failed); `copied` maps (load, index)
+    to the ranks that no longer need the chunk.
+    """
+
+    stores: dict[int, tuple[int, int]] = field(default_factory=dict)
+    copied: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Add the counts of another rank, or of another step."""
+        if not isinstance(other, WorkerReport):
+            return self
+        stores = dict(self.stores)
+        for job, (good, bad) in other.stores.items():
+            have = stores.get(job, (0, 0))
+            stores[job] = (have[0] + good, have[1] + bad)
+        copied = dict(self.copied)
+        for chunk, ranks in other.copied.items():
+            copied[chunk] = copied.get(chunk, 0) + ranks
+        return WorkerReport(stores, copied)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """One worker's start-up message to the scheduler half."""
+
+    pool_id: str
+    part_bytes: int
+    # Canonical JSON of everything about this rank's pages that changes their bytes.
+    identity: str
+    # One sentence, where this worker cannot take part.
+    declined: str | None = None
+
+
+@dataclass
+class CacheStats(KVConnectorStats):
+    """Counters of one interval; sums over halves, ranks and intervals."""
+
+    def reset(self) -> None:
+        """Begin a new interval."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> CacheStats:
+        """Add another interval or another half."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Give the line that vLLM logs."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to log."""
+        return not self.data

@@ -1,0 +1,638 @@
+"""The scheduler half: what to load, what to save, and for how long to hold on to it.
+
+It runs on the engine core's only thread, so nothing here blocks: lookups are lock-free, disk opens
+happen on I/O threads while vLLM is told to ask again, and an idle step costs one test.
+
+Life of a load: lookup, lease (`matched`), allocation starts it (`allocated`), slots stream to the
+workers (`plan_step`), ranks acknowledge chunks and report the request (`report`), the lease closes.
+Life of a store: a chunk of the prompt is computed (`plan_step`), a slot is reserved and the blocks
+are pinned, all ranks acknowledge (`report`), commit or abandon, the pins go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from array import array
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lakecache import identity
+from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
+from lakecache._support import chunk_geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from lakecache.config import CacheConfig
+
+__all__ = ["SchedulerHalf"]
+
+log = logging.getLogger("vllm.lakecache")
+
+KIND_CHUNK = 0
+KEY_BYTES = 32
+# How long a request may be told to ask again while files are opened.
+OPEN_SECONDS = 1.0
+# A load without any progress for this long is given up; copies under way are waited for.
+STALL_SECONDS = 20.0
+# A request whose loads failed this often is computed.
+LOAD_ATTEMPTS = 2
+# A chunk that finds no room this often is not stored.
+STORE_ATTEMPTS = 8
+# Stores under way may pin at most this share of the GPU's blocks, and this many chunks.
+PINNED_SHARE = 4
+STORES_IN_FLIGHT = 1024
+STATS_SECONDS = 1.0
+DRAIN_SECONDS = 5.0
+
+
+class Space(NamedTuple):
+    """A namespace: the digest that goes into keys, and its number in the pool."""
+
+    digest: bytes
+    number: int
+
+
+class Load:
+    """One asynchronous load of one request."""
+
+    __slots__ = ("chunks", "copied", "failed", "first", "ident", "ids", "lease", "local", "moved")
+
+    def __init__(
+        self, ident: int, lease: Any, *, first: int, chunks: int, local: int, ids: Sequence[int]
+    ) -> None:
+        self.ident = ident
+        self.lease = lease
+        self.first = first
+        self.chunks = chunks
+        self.local = local
+        self.ids = ids
+        self.copied: Counter[int] = Counter()
+        self.failed = False
+        self.moved = time.monotonic()
+
+
+class Store:
+    """One chunk on its way from the GPU's blocks into a slot."""
+
+    __slots__ = ("blocks", "entry", "generation", "ranks_bad", "ranks_good")
+
+    def __init__(self, entry: int, generation: int, blocks: list[Any]) -> None:
+        self.entry = entry
+        self.generation = generation
+        self.blocks = blocks
+        self.ranks_good = 0
+        self.ranks_bad = 0
+
+
+class Tracked:
+    """What is known about one request of the engine."""
+
+    __slots__ = (
+        "asked",
+        "attempts",
+        "failures",
+        "first",
+        "in_memory",
+        "keys",
+        "lease",
+        "load",
+        "local",
+        "next_save",
+        "request",
+        "space",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.space: Space | None = None
+        self.keys = b""
+        self.lease: Any = None
+        self.first = 0
+        self.in_memory = 0
+        self.asked: float | None = None
+        self.local = 0
+        self.load: Load | None = None
+        self.failures = 0
+        self.attempts = 0
+        self.next_save = -1
+
+
+class SchedulerHalf:
+    """See the module's text. Methods may raise: the connector turns that into a miss."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: CacheConfig,
+        cache: Any,
+        *,
+        unstable: str | None,
+    ) -> None:
+        """Take an open cache; `unstable` says why keys must not outlive this process."""
+        from lakecache import _core
+
+        self._core = _core
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._cache = cache
+        self._unstable = unstable
+        self.chunk, self.block, self.unit = chunk_geometry(kv_cache_config, config.chunk_size)
+        if self.chunk != config.chunk_size:
+            log.info(
+                "LakeCache: chunk_size %d becomes %d, a multiple of the engine's block of %d",
+                config.chunk_size, self.chunk, self.block,
+            )  # fmt: skip
+        parallel = vllm_config.parallel_config
+        self.ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self.part_bytes = 0
+        self.declined: str | None = None
+        self._rank_identities: list[str] | None = None
+        self._fingerprint = None if unstable else identity.Fingerprint(vllm_config)
+        self._spaces: dict[tuple[str, int, str] | None, Space | None] = {}
+        self._lora_digests: dict[tuple[str, int, str], identity.LoraDigest] = {}
+        self._base_digest: bytes | None = None
+        self._pool: BlockPool | None = None
+        self._tracked: dict[str, Tracked] = {}
+        self._saving: dict[str, Tracked] = {}
+        self._loads: dict[str, Load] = {}
+        self._loads_by_ident: dict[int, Load] = {}
+        self._new_loads: list[tuple[int, str, int]] = []
+        self._doomed: list[int] = []
+        self._stores: dict[int, Store] = {}
+        self._storing: set[tuple[int, int]] = set()
+        self._pinned_blocks = 0
+        self._idents = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+        self._stats_at = 0.0
+
+    # Start-up
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Take vLLM's block pool, to pin what is being saved."""
+        self._pool = pool
+
+    def handshake(self, workers: dict[tuple[int, int], Handshake]) -> None:
+        """Compare the workers' answers; any disagreement declines caching for good."""
+        told = [workers[place] for place in sorted(workers)]
+        refused = next((worker.declined for worker in told if worker.declined), None)
+        if refused:
+            self._decline(refused)
+        elif len(told) != self.ranks:
+            self._decline(f"{len(told)} of {self.ranks} workers answered the handshake")
+        elif any(worker.pool_id != self._cache.pool_id for worker in told):
+            self._decline(
+                "a worker has another shared-memory pool than the scheduler (another host, or "
+                "another /dev/shm); run all ranks on one host with one /dev/shm"
+            )
+        elif len({worker.part_bytes for worker in told}) != 1:
+            self._decline("the ranks' shares of a chunk differ in size")
+        else:
+            self.part_bytes = told[0].part_bytes
+            self._rank_identities = [worker.identity for worker in told]
+
+    def _decline(self, reason: str) -> None:
+        self.declined = reason
+        log.warning("LakeCache does nothing in this engine: %s.", reason)
+
+    def ready(self) -> bool:
+        """Whether keys can be made yet."""
+        return self._space(None) is not None
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait for the weights' digest; for tests and tools, never called by the engine."""
+        if self._fingerprint is not None:
+            self._fingerprint.wait(timeout)
+        return self.ready()
+
+    def _space(self, lora: Any) -> Space | None:
+        """Give the namespace for a request with this adapter, or None while it is not known."""
+        place = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        found = self._spaces.get(place)
+        if found is not None:
+            return found
+        base = self._digest()
+        if base is None:
+            return None
+        digest, manifest = base, self._manifest
+        if place is not None:
+            adapter = self._lora_digests.get(place)
+            if adapter is None:
+                adapter = self._lora_digests[place] = identity.LoraDigest(place[2])
+            if (files := adapter.poll()) is None:
+                return None
+            digest = bytes(self._core.blake3(base + files.encode()))
+            manifest = manifest[:-1] + f',"lora":"{files}"}}'
+        number = self._cache.namespace(digest, manifest)
+        if number is None:
+            self.counts["namespace_full"] += 1
+            return None
+        self._spaces[place] = Space(digest, number)
+        return self._spaces[place]
+
+    def _digest(self) -> bytes | None:
+        if self._base_digest is not None:
+            return self._base_digest
+        if self.declined or self._rank_identities is None:
+            return None
+        weights = "" if self._fingerprint is None else self._fingerprint.poll()
+        if weights is None:
+            return None
+        whole = identity.engine_identity(
+            self._vllm_config, self._kv_cache_config, chunk_tokens=self.chunk
+        )
+        whole["weights"] = weights
+        whole["ranks"] = self._rank_identities
+        if self._unstable:
+            whole["only_this_process"] = os.urandom(16).hex()
+        text = identity.canonical_json(whole)
+        self._manifest = text.decode()
+        self._base_digest = bytes(self._core.blake3(text))
+        return self._base_digest
+
+    # Lookup
+
+    def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Answer how many tokens beyond `local` can be loaded; hold a lease on them."""
+        if request.skip_reading_prefix_cache or request.resumable:
+            return 0, False
+        tracked = self._track(request)
+        if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
+            return 0, False
+        keys = self._keys(tracked)
+        first = local // self.chunk
+        cap = request.num_tokens - 1
+        if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, first):
+            self._drop_lease(tracked)
+            return 0, False
+        held = tracked.lease.poll()
+        now = time.monotonic()
+        if held is None:
+            tracked.asked = tracked.asked or now
+            if now - tracked.asked < OPEN_SECONDS:
+                return None, False
+            # The disk is slow: take what is in memory, or compute.
+            self.counts["open_timeouts"] += 1
+            tracked.lease.truncate(tracked.in_memory)
+            held = tracked.lease.poll() or 0
+        end = min((first + held) * self.chunk, cap)
+        # Less than a block is computed faster than it is loaded, and is what remains of a prompt
+        # that the GPU holds up to its last block.
+        if end - local < self.block:
+            self._drop_lease(tracked)
+            return 0, False
+        tracked.local = local
+        return end - local, True
+
+    def _take_lease(self, tracked: Tracked, keys: bytes, first: int) -> bool:
+        if tracked.lease is not None:
+            if tracked.first == first:
+                return True
+            self._drop_lease(tracked)
+        present, in_memory = self._cache.lookup(keys[first * KEY_BYTES :])
+        if not present:
+            return False
+        tracked.lease = self._cache.lease(keys[first * KEY_BYTES : (first + present) * KEY_BYTES])
+        tracked.first = first
+        tracked.in_memory = in_memory
+        return True
+
+    def _drop_lease(self, tracked: Tracked) -> None:
+        lease, tracked.lease, tracked.asked = tracked.lease, None, None
+        if lease is not None:
+            lease.close()
+
+    def _track(self, request: Request) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = Tracked(request)
+        return tracked
+
+    def _keys(self, tracked: Tracked) -> bytes:
+        """Keys of all full chunks of the request, made once and extended as it grows."""
+        request = tracked.request
+        space = self._space(request.lora_request)
+        if space is None:
+            return b""
+        if tracked.space is not space:
+            tracked.space, tracked.keys = space, b""
+        have = len(tracked.keys) // KEY_BYTES
+        total = len(request.block_hashes) * self.unit // self.chunk
+        if have < total:
+            hashes = [
+                request.block_hashes[(index + 1) * self.chunk // self.unit - 1]
+                for index in range(have, total)
+            ]
+            tracked.keys += bytes(self._core.derive_keys(space.digest, KIND_CHUNK, hashes))
+        return tracked.keys
+
+    # Allocation
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Start the load that `matched` promised, or let go of it; watch the prompt for saving."""
+        tracked = self._track(request)
+        if external > 0:
+            self._start_load(tracked, blocks.get_block_ids()[0], external)
+        else:
+            self._drop_lease(tracked)
+        if tracked.next_save < 0 and not request.resumable:
+            self._saving[request.request_id] = tracked
+            self._settle_stored(tracked)
+
+    def _start_load(self, tracked: Tracked, ids: Sequence[int], external: int) -> None:
+        lease, first, local = tracked.lease, tracked.first, tracked.local
+        chunks = -(-(local + external) // self.chunk) - first
+        if lease is None or chunks <= 0 or (first + chunks) * self.chunk // self.block > len(ids):
+            self.counts["unplanned_loads"] += 1
+            self.fail_load(tracked.request.request_id)
+            return
+        load = Load(
+            next(self._idents), lease, first=first, chunks=chunks, local=local,
+            ids=list(ids[: (first + chunks) * self.chunk // self.block]),
+        )  # fmt: skip
+        lease.truncate(chunks)
+        self._note_sources(tracked, chunks, external)
+        lease.start(0)
+        tracked.lease, tracked.asked, tracked.load = None, None, load
+        self._begin(tracked.request.request_id, load)
+        self._cache.touch(tracked.keys[: (first + chunks) * KEY_BYTES])
+
+    def _begin(self, request_id: str, load: Load) -> None:
+        self._loads[request_id] = load
+        self._loads_by_ident[load.ident] = load
+        self._new_loads.append((load.ident, request_id, load.chunks))
+        self.counts["loads"] += 1
+
+    def fail_load(self, request_id: str) -> None:
+        """Have the workers report a load that cannot take place, so that vLLM computes it."""
+        load = self._loads.get(request_id)
+        if load is None:
+            tracked = self._tracked.get(request_id)
+            lease = None if tracked is None else tracked.lease
+            load = Load(next(self._idents), lease, first=0, chunks=1, local=0, ids=())
+            if tracked is not None:
+                tracked.lease, tracked.load = None, load
+            self._begin(request_id, load)
+        if not load.failed:
+            load.failed = True
+            self._doomed.append(load.ident)
+
+    def _note_sources(self, tracked: Tracked, chunks: int, external: int) -> None:
+        tiers = bytes(tracked.lease.tiers())[:chunks]
+        disk = min(sum(1 for tier in tiers if tier) * self.chunk, external)
+        self.counts["loaded_tokens_disk"] += disk
+        self.counts["loaded_tokens_memory"] += external - disk
+        tracked.in_memory = external - disk
+
+    def sources(self, request: Request, external: int) -> tuple[int, int]:
+        """Split a hit that was just allocated into (tokens from memory, tokens from disk)."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.load is None or tracked.load.failed:
+            return 0, 0
+        memory = min(tracked.in_memory, external)
+        return memory, external - memory
+
+    def _settle_stored(self, tracked: Tracked) -> None:
+        """Begin saving behind the chunks that are stored already, and refresh those."""
+        keys = self._keys(tracked)[: self._save_limit(tracked) * KEY_BYTES]
+        tracked.next_save = 0
+        if keys:
+            tracked.next_save = self._cache.lookup(keys)[0]
+            if tracked.next_save and tracked.load is None:
+                self._cache.touch(keys[: tracked.next_save * KEY_BYTES])
+
+    def _save_limit(self, tracked: Tracked) -> int:
+        request = tracked.request
+        if self._config.save_decode:
+            return len(request.block_hashes) * self.unit // self.chunk
+        return int(request.num_prompt_tokens) // self.chunk
+
+    # Each step
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        """Say what the workers do in this step."""
+        if not self._loads and not self._saving:
+            return IDLE
+        plan = StepPlan()
+        if self._loads:
+            self._plan_loads(plan)
+        if self._saving:
+            self._plan_stores(plan, output)
+        return plan if plan else IDLE
+
+    def _plan_loads(self, plan: StepPlan) -> None:
+        plan.loads, self._new_loads = self._new_loads, []
+        now = time.monotonic()
+        for request_id, load in self._loads.items():
+            if load.failed:
+                continue
+            for index, entry, generation in load.lease.slots():
+                skip, ids = self._chunk_blocks(load, index)
+                plan.chunks.append((load.ident, index, entry, generation, skip, ids))
+                load.moved = now
+            stalled = now - load.moved > STALL_SECONDS
+            if stalled or load.lease.failed() is not None:
+                self.counts["loads_stalled" if stalled else "loads_broken"] += 1
+                self.fail_load(request_id)
+        plan.failed, self._doomed = self._doomed, []
+
+    def _chunk_blocks(self, load: Load, index: int) -> tuple[int, bytes]:
+        begin = (load.first + index) * self.chunk
+        skip = max(0, load.local - begin) // self.block
+        ids = load.ids[begin // self.block + skip : (begin + self.chunk) // self.block]
+        return skip, array("I", ids).tobytes()
+
+    def _plan_stores(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        for request_id, tracked in list(self._saving.items()):
+            scheduled = output.num_scheduled_tokens.get(request_id)
+            if scheduled is None:
+                continue
+            request = tracked.request
+            computed = request.num_computed_tokens + scheduled
+            if self._config.save_decode:
+                settled = request.num_tokens - 1 - request.num_output_placeholders
+                computed = min(computed, max(settled, request.num_prompt_tokens))
+            else:
+                computed = min(computed, request.num_prompt_tokens)
+            ready = min(computed // self.chunk, self._save_limit(tracked))
+            if tracked.next_save < ready:
+                self._store_chunks(plan, tracked, ready, output)
+            finished = not self._config.save_decode and (
+                tracked.next_save >= request.num_prompt_tokens // self.chunk
+            )
+            if finished or tracked.attempts >= STORE_ATTEMPTS:
+                del self._saving[request_id]
+
+    def _store_chunks(
+        self, plan: StepPlan, tracked: Tracked, ready: int, output: SchedulerOutput
+    ) -> None:
+        keys = self._keys(tracked)
+        space, pool = tracked.space, self._pool
+        state = output.kv_connector_block_state
+        table = state.get_block_ids(tracked.request.request_id) if state is not None else None
+        if not keys or space is None or pool is None or table is None:
+            return
+        per_chunk = self.chunk // self.block
+        while tracked.next_save < ready:
+            index = tracked.next_save
+            ids = table[0][index * per_chunk : (index + 1) * per_chunk]
+            if len(ids) != per_chunk or not all(ids) or not self._room(per_chunk):
+                self.counts["stores_put_off"] += 1
+                tracked.attempts += 1
+                return
+            key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            slot = self._cache.reserve(
+                space.number, key, KIND_CHUNK,
+                keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else None,
+                index * self.chunk, (index + 1) * self.chunk - 1,
+                self.ranks, self.ranks * self.part_bytes,
+            )  # fmt: skip
+            if slot is not None:
+                self._start_store(plan, slot, ids, pool)
+            elif not self._cache.lookup(key)[0]:
+                # No room, a busy lock, or somebody is writing it: perhaps in the next step.
+                tracked.attempts += 1
+                if tracked.attempts < STORE_ATTEMPTS:
+                    self.counts["stores_put_off"] += 1
+                    return
+                self.counts["stores_dropped"] += 1
+                return
+            tracked.next_save = index + 1
+
+    def _room(self, blocks: int) -> bool:
+        most = max(self._kv_cache_config.num_blocks // PINNED_SHARE, blocks)
+        return len(self._stores) < STORES_IN_FLIGHT and self._pinned_blocks + blocks <= most
+
+    def _start_store(
+        self, plan: StepPlan, slot: tuple[int, int], ids: Sequence[int], pool: BlockPool
+    ) -> None:
+        blocks = [pool.blocks[block] for block in ids]
+        pool.touch(blocks)
+        job = next(self._idents)
+        self._stores[job] = Store(*slot, blocks)
+        self._pinned_blocks += len(blocks)
+        plan.stores.append((job, *slot, array("I", ids).tobytes()))
+        self.counts["stores"] += 1
+
+    # What came back
+
+    def report(
+        self, report: WorkerReport | None, received: Iterable[str], failed: Iterable[str]
+    ) -> None:
+        """Take the workers' acknowledgements and the requests whose loads are over."""
+        if report is not None:
+            for job, (good, bad) in report.stores.items():
+                self._stored(job, good, bad)
+            for (ident, index), ranks in report.copied.items():
+                load = self._loads_by_ident.get(ident)
+                if load is None:
+                    continue
+                load.moved = time.monotonic()
+                load.copied[index] += ranks
+                if load.copied[index] == self.ranks:
+                    load.lease.release(index)
+        failed = set(failed)
+        for request_id in received:
+            self._received(request_id, good=request_id not in failed)
+
+    def _stored(self, job: int, good: int, bad: int) -> None:
+        store = self._stores.get(job)
+        if store is None:
+            return
+        store.ranks_good += good
+        store.ranks_bad += bad
+        if store.ranks_good + store.ranks_bad < self.ranks:
+            return
+        del self._stores[job]
+        try:
+            if store.ranks_bad:
+                self.counts["stores_failed"] += 1
+                self._cache.abandon(store.entry, store.generation)
+            else:
+                self._cache.commit(store.entry, store.generation)
+        finally:
+            # Whatever the store says, the engine gets its blocks back.
+            self._pinned_blocks -= len(store.blocks)
+            if self._pool is not None:
+                self._pool.free_blocks(reversed(store.blocks))
+
+    def _received(self, request_id: str, *, good: bool) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return
+        self._loads_by_ident.pop(load.ident, None)
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.load = None
+        if not good:
+            self.counts["loads_failed"] += 1
+            if tracked is not None:
+                tracked.failures += 1
+        if load.lease is not None:
+            load.lease.close()
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. A load under way keeps its lease until the workers report it."""
+        tracked = self._tracked.pop(request_id, None)
+        self._saving.pop(request_id, None)
+        if tracked is not None:
+            self._drop_lease(tracked)
+
+    # The rest
+
+    def pending_stores(self) -> bool:
+        """Whether blocks are pinned for copies that the workers have not acknowledged."""
+        return bool(self._stores)
+
+    def reset(self) -> bool:
+        """Begin an epoch that shares nothing with what is stored: the weights may have changed."""
+        for tracked in self._tracked.values():
+            self._drop_lease(tracked)
+            # What these requests have computed so far may belong to the old weights.
+            tracked.space, tracked.keys, tracked.next_save = None, b"", max(tracked.next_save, 0)
+        self._saving.clear()
+        for request_id in self._loads:
+            self.fail_load(request_id)
+        self._spaces.clear()
+        self._lora_digests.clear()
+        self._base_digest = None
+        self._unstable = "the cache was reset"
+        self.counts["resets"] += 1
+        return True
+
+    def stats(self) -> CacheStats | None:
+        """Give the counters at most once a second, and only when there are any."""
+        if not self.counts:
+            return None
+        now = time.monotonic()
+        if now - self._stats_at < STATS_SECONDS:
+            return None
+        self._stats_at = now
+        data, self.counts = dict(self.counts), Counter()
+        return CacheStats(data=data)
+
+    def shutdown(self) -> None:
+        """Give up what is under way, write back what is stored, within a bound; then close."""
+        for store in self._stores.values():
+            self._cache.abandon(store.entry, store.generation)
+        self._stores.clear()
+        for load in self._loads.values():
+            if load.lease is not None:
+                load.lease.close()
+        self._loads.clear()
+        for tracked in self._tracked.values():
+            self._drop_lease(tracked)
+        self._cache.flush(DRAIN_SECONDS)
+        self._cache.close()

@@ -1,0 +1,371 @@
+"""LakeCache's KV connectors for vLLM 0.32.
+
+    --kv-transfer-config '{"kv_connector": "LakeCacheConnector",
+        "kv_connector_module_path": "lakecache.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"cache_dir": "/var/cache/lakecache", "cpu_bytes": "8GiB"}}'
+
+The import is cheap and has no side effects: vLLM does it in its front end too. Wrong settings and
+a cache that cannot be opened are errors at start-up. After that nothing raised in here reaches the
+engine: it is logged once, counted, and becomes a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
+from lakecache._scheduler import SchedulerHalf
+from lakecache._support import declined_reason
+from lakecache._worker import WorkerHalf
+from lakecache.config import CacheConfig
+from lakecache.identity import unstable_reason
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["LakeCacheConnector", "MiniCacheConnector"]
+
+log = logging.getLogger("vllm.lakecache")
+
+Answer = TypeVar("Answer")
+NOTHING = KVConnectorTransferResults()
+
+# Worker halves of this process whose copies are over, by engine: with the engine in one process
+# vLLM shuts the worker down first, and its last acknowledgements would be lost.
+_drained_workers: dict[str, WorkerHalf] = {}
+
+
+def _guarded(
+    otherwise: Callable[[], Answer],
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Make a method answer `otherwise()` where it would raise, log the first time and count."""
+
+    def wrap(method: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(method)
+        def call(self: MiniCacheConnector, *args: Any, **kwargs: Any) -> Answer:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                self._failed(method.__name__)
+                return otherwise()
+
+        return call
+
+    return wrap
+
+
+class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV of models with full attention in every layer, in chunks, in shared memory and on disk.
+
+    vLLM makes one in the scheduler and one in each worker; each has the half for its role, or none
+    where this engine is not served.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        """Open the cache, or decline with one sentence. Wrong settings raise."""
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.errors = 0
+        self.declined: str | None = None
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        transfer = self._kv_transfer_config
+        config = CacheConfig.from_extra_config(transfer.kv_connector_extra_config)
+        self._engine_id = str(transfer.engine_id)
+        scheduling = role == KVConnectorRole.SCHEDULER
+        unstable = unstable_reason(vllm_config)
+        self.declined = declined_reason(vllm_config, kv_cache_config)
+        if self.declined is None and unstable is not None and config.cpu_bytes == 0:
+            self.declined = f"{unstable}, and there is no memory tier (cpu_bytes is 0)"
+        if self.declined is not None:
+            if scheduling:
+                log.warning("LakeCache does nothing in this engine: %s.", self.declined)
+            return
+        if scheduling:
+            self._warn(transfer.kv_load_failure_policy, unstable)
+        cache = _open_cache(config, worker=not scheduling, private=unstable is not None)
+        if scheduling:
+            self.scheduler = SchedulerHalf(
+                vllm_config, kv_cache_config, config, cache, unstable=unstable
+            )
+        else:
+            self.worker = WorkerHalf(
+                vllm_config, kv_cache_config, config, cache, rank=_rank_of_worker()
+            )
+
+    @staticmethod
+    def _warn(policy: str, unstable: str | None) -> None:
+        if policy != "recompute":
+            log.warning(
+                "LakeCache: kv_load_failure_policy is %r, so a request whose load fails is failed "
+                'by vLLM; set "kv_load_failure_policy": "recompute" to have it computed instead.',
+                policy,
+            )
+        if unstable is not None:
+            log.warning(
+                "LakeCache keeps nothing on disk and shares nothing between processes: %s.",
+                unstable,
+            )
+
+    def _failed(self, where: str) -> None:
+        self.errors += 1
+        if self.scheduler is not None:
+            self.scheduler.counts["errors"] += 1
+        if self.errors == 1:
+            log.exception("LakeCache: unexpected error in %s; further ones are counted", where)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is only a later miss."""
+        return False
+
+    # Worker side
+
+    @_guarded(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Note where the pages lie."""
+        if self.worker is not None:
+            self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler half about this rank's pages and pool."""
+        return None if self.worker is None else self.worker.handshake()
+
+    @_guarded(lambda: None)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin this step's loads; they are polled, never waited for."""
+        plan = self._connector_metadata
+        if plan and self.worker is not None and isinstance(plan, StepPlan):
+            self.worker.start_loads(plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to do: whole requests are loaded between steps."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing to do: whole blocks are saved after the step."""
+
+    @_guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        """Begin this step's stores. Their blocks are pinned, so there is nothing to wait for."""
+        plan = self._connector_metadata
+        if plan and self.worker is not None and isinstance(plan, StepPlan):
+            self.worker.start_stores(plan)
+
+    @_guarded(lambda: NOTHING)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report each load exactly once, when no copy of it is under way any more."""
+        worker = self.worker
+        if worker is None or not worker.busy():
+            return NOTHING
+        worker.poll()
+        received, failed = worker.take_results()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    @_guarded(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Acknowledge copies to the scheduler half."""
+        return None if self.worker is None else self.worker.take_report()
+
+    # Scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool whose blocks are pinned while they are saved."""
+        if self.scheduler is not None:
+            self.scheduler.bind_pool(gpu_block_pool)
+
+    @_guarded(lambda: None)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Compare what the workers say; decline where they disagree."""
+        if self.scheduler is not None:
+            self.scheduler.handshake(
+                {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Answer (tokens to load, True); (None, False) while files are being opened."""
+        if self.scheduler is None:
+            return 0, False
+        try:
+            return self.scheduler.matched(request, num_computed_tokens)
+        except Exception:
+            self._failed("get_num_new_matched_tokens")
+            return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Start the load, or let go of its lease. A failure to start is reported as a failed load,
+        because vLLM now waits for one.
+        """
+        if self.scheduler is None:
+            return
+        try:
+            self.scheduler.allocated(request, blocks, num_external_tokens)
+        except Exception:
+            self._failed("update_state_after_alloc")
+            if num_external_tokens > 0:
+                self.scheduler.fail_load(request.request_id)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Split a hit by tier."""
+        memory = disk = 0
+        if self.scheduler is not None and num_external_tokens:
+            memory, disk = self.scheduler.sources(request, num_external_tokens)
+        split = {CacheHitSource.HOST: memory, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plan this step's copies. Without work it is one test and one constant."""
+        if self.scheduler is None:
+            return IDLE
+        try:
+            return self.scheduler.plan_step(scheduler_output)
+        except Exception:
+            self._failed("build_connector_meta")
+            return IDLE
+
+    @_guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take acknowledgements and finished loads."""
+        report = connector_output.kv_connector_worker_meta
+        received = connector_output.finished_recving
+        if self.scheduler is not None and (report is not None or received):
+            self.scheduler.report(
+                report if isinstance(report, WorkerReport) else None,
+                received or (),
+                connector_output.failed_recving,
+            )
+
+    @_guarded(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never keep a request's blocks: what is being saved is pinned block by block."""
+        if self.scheduler is not None:
+            self.scheduler.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never keep a request's blocks, also when it is aborted during a load."""
+        return self.request_finished(request, [])
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether pins will soon go, so that waiting beats preempting."""
+        return self.scheduler is not None and self.scheduler.pending_stores()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must go on stepping for the workers' acknowledgements."""
+        return self.scheduler is not None and self.scheduler.pending_stores()
+
+    @_guarded(lambda: ())
+    def take_events(self) -> Iterable[Any]:
+        """No events yet."""
+        return ()
+
+    @_guarded(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Begin an epoch that shares nothing with what is stored."""
+        return self.scheduler is None or self.scheduler.reset()
+
+    # Both sides
+
+    @_guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Give the scheduler half's counters, about once a second."""
+        return None if self.scheduler is None else self.scheduler.stats()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Rebuild the counters in vLLM's front end."""
+        return CacheStats(data=data or {})
+
+    @_guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Finish copies, write back, leave the pool; each step is bounded. Safe to repeat."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.shutdown()
+            _drained_workers[self._engine_id] = worker
+            worker.close()
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is not None:
+            drained = _drained_workers.pop(self._engine_id, None)
+            if drained is not None:
+                scheduler.report(drained.take_report(), (), ())
+            scheduler.shutdown()
+
+
+class LakeCacheConnector(MiniCacheConnector):
+    """The connector for every model: it serves those with full attention, and declines others."""
+
+
+def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:
+    from lakecache import _core
+
+    return _core.Cache(
+        cache_dir=None if private else config.cache_dir,
+        ram_dir=config.ram_dir,
+        cpu_bytes=config.cpu_bytes,
+        disk_capacity_bytes=None if private else config.disk_capacity_bytes,
+        shared=True,
+        io_engine=config.io_engine,
+        checksum=config.checksum,
+        durability=config.durability,
+        write_policy=config.write_policy,
+        worker=worker,
+    )
+
+
+def _rank_of_worker() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
