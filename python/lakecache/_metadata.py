@@ -105,7 +105,7 @@ class CacheStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin a new interval."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> CacheStats:
         """Add another interval or another half."""

@@ -63,7 +63,7 @@ _drained_workers: dict[str, WorkerHalf] = {}
 
 
 def _guarded(
-    otherwise: Callable[[], Answer],
+    otherwise: Callable[[], Any],
 ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Make a method answer `otherwise()` where it would raise, log the first time and count."""
 
@@ -349,7 +349,7 @@ class LakeCacheConnector(MiniCacheConnector):
 
 
 def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:
-    from lakecache import _core
+    from lakecache import _core  # type: ignore[attr-defined]
 
     return _core.Cache(
         cache_dir=None if private else config.cache_dir,

@@ -219,7 +219,7 @@ class LoraDigest:
 
 def files_digest(files: list[Path]) -> str:
     """Digest the content of files: never their names, places or times."""
-    from lakecache import _core
+    from lakecache import _core  # type: ignore[attr-defined]
 
     def one(path: Path) -> tuple[int, str]:
         digest = _core.blake3_file(str(path), file_ranges(path))

@@ -1,0 +1,327 @@
+"""The scheduler half against a stand-in cache: leases, loads, saves and their ends."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fakes import core as fake
+
+pytest.importorskip("vllm")
+
+from lakecache import _scheduler, identity
+from lakecache._metadata import IDLE, Handshake, WorkerReport
+from lakecache._scheduler import SchedulerHalf
+from lakecache.config import CacheConfig
+
+BLOCK, CHUNK = 32, 64
+numbers = itertools.count()
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id, self.ref_cnt = block_id, 0
+
+
+class BlockPool:
+    def __init__(self) -> None:
+        self.blocks = [Block(i) for i in range(256)]
+
+    def touch(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+
+    def pinned(self) -> int:
+        return sum(block.ref_cnt for block in self.blocks)
+
+
+class Request(SimpleNamespace):
+    def __init__(self, tokens: int, **more: Any) -> None:
+        values: dict[str, Any] = {
+            "request_id": f"r{next(numbers)}", "num_tokens": tokens, "num_prompt_tokens": tokens,
+            "block_hashes": [bytes([i]) * 32 for i in range(tokens // BLOCK)],
+            "num_computed_tokens": 0, "num_output_placeholders": 0, "lora_request": None,
+            "skip_reading_prefix_cache": False, "resumable": False,
+        }  # fmt: skip
+        super().__init__(**{**values, **more})
+
+
+class Bench:
+    """A scheduler half with one rank, as the connector would build it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **extra: Any) -> None:
+        import lakecache
+
+        monkeypatch.setitem(__import__("sys").modules, "lakecache._core", fake)
+        monkeypatch.setattr(lakecache, "_core", fake, raising=False)
+        monkeypatch.setattr(identity, "engine_identity", lambda *a, **k: {"engine": 1})
+        self.ranks = extra.pop("ranks", 1)
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        kv = SimpleNamespace(kv_cache_groups=[group], hash_block_size=BLOCK, num_blocks=256)
+        vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.ranks, pipeline_parallel_size=1
+            ),
+            load_config=SimpleNamespace(load_format="dummy"),
+            model_config=SimpleNamespace(seed=0),
+        )
+        self.cache = fake.Cache(cache_dir=str(tmp_path / "kv"), ram_dir="ram")
+        config = CacheConfig.from_extra_config(
+            {"cache_dir": str(tmp_path), "chunk_size": CHUNK, **extra}
+        )
+        self.half = SchedulerHalf(vllm_config, kv, config, self.cache, unstable=None)  # type: ignore[arg-type]
+        self.half.handshake(
+            {(0, r): Handshake(self.cache.pool_id, 4096, "{}") for r in range(self.ranks)}
+        )
+        self.pool = BlockPool()
+        self.half.bind_pool(self.pool)  # type: ignore[arg-type]
+        self.copies = fake.Copier(self.cache.pool)
+
+    def step(self, request: Request | None = None, tokens: int = 0) -> Any:
+        scheduled = {} if request is None else {request.request_id: tokens}
+        ids = ([*range(1, 100)],)
+        state = SimpleNamespace(get_block_ids=lambda _: ids)
+        plan = self.half.plan_step(
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
+        )
+        if request is not None:
+            request.num_computed_tokens += tokens
+        return plan
+
+    def allocate(self, request: Request, external: int) -> None:
+        blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 100)],))
+        self.half.allocated(request, blocks, external)  # type: ignore[arg-type]
+
+    def acknowledge(self, plan: Any, *, good: bool = True) -> None:
+        one = (1, 0) if good else (0, 1)
+        self.half.report(WorkerReport({store[0]: one for store in plan.stores}), (), ())
+
+    def store(self, tokens: int) -> None:
+        """Run a request of this length to its end, with all its chunks saved."""
+        request = Request(tokens)
+        assert self.half.matched(request, 0)[0] == 0
+        self.allocate(request, 0)
+        plan = self.step(request, tokens)
+        for _ in range(self.ranks):
+            self.acknowledge(plan)
+        self.half.finished(request.request_id)
+
+    def leaks(self) -> list[str]:
+        slots = self.cache.pool.slots.values()
+        return [
+            *(["pinned slots"] if any(slot.pins for slot in slots) else []),
+            *(["pinned blocks"] if self.pool.pinned() else []),
+            *(["tracked"] if self.half._tracked or self.half._loads or self.half._stores else []),
+        ]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Bench:
+    fake.pools.clear()
+    return Bench(monkeypatch, tmp_path)
+
+
+def test_idle_step_is_one_constant(bench: Bench) -> None:
+    assert bench.step() is IDLE
+    bench.store(200)
+    assert bench.step() is IDLE
+    assert not bench.half.pending_stores()
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 63, 64, 65, 127, 128, 129, 192])
+def test_a_hit_ends_one_token_before_the_prompt_at_most(bench: Bench, tokens: int) -> None:
+    bench.store(tokens)
+    request = Request(tokens)
+    full = tokens // CHUNK * CHUNK
+    want = min(full, tokens - 1)
+    assert bench.half.matched(request, 0) == ((want, True) if want >= BLOCK else (0, False))
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_only_computed_tokens_are_saved(bench: Bench) -> None:
+    request = Request(300)
+    bench.allocate(request, 0)
+    assert len(bench.step(request, 100).stores) == 1
+    assert len(bench.step(request, 27).stores) == 0
+    assert len(bench.step(request, 1).stores) == 1
+    assert len(bench.step(request, 172).stores) == 2
+    assert bench.step(request, 1) is IDLE
+
+
+def test_repeated_lookups_hold_one_lease(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    for _ in range(5):
+        assert bench.half.matched(request, 0) == (255, True)
+    assert all(slot.pins == 1 for slot in bench.cache.pool.slots.values())
+    # The local cache grew meanwhile: the lease moves, and nothing of the old one is left.
+    assert bench.half.matched(request, 128) == (127, True)
+    assert sum(slot.pins for slot in bench.cache.pool.slots.values()) == 2
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_declined_allocation_lets_go(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    bench.half.matched(request, 0)
+    bench.allocate(request, 0)
+    assert not any(slot.pins for slot in bench.cache.pool.slots.values())
+
+
+def test_a_load_that_straddles_a_chunk_leaves_out_what_is_there(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    assert bench.half.matched(request, 96) == (159, True)
+    bench.allocate(request, 159)
+    plan = bench.step()
+    assert [(chunk[1], chunk[4], len(chunk[5]) // 4) for chunk in plan.chunks] == [
+        (0, 1, 1), (1, 0, 2), (2, 0, 2),
+    ]  # fmt: skip
+    bench.half.report(None, [request.request_id], ())
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_abort_during_a_load_keeps_the_lease_until_it_is_over(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    bench.half.matched(request, 0)
+    bench.allocate(request, 255)
+    bench.step()
+    bench.half.finished(request.request_id)
+    assert all(slot.pins == 1 for slot in bench.cache.pool.slots.values())
+    bench.half.report(None, [request.request_id], ())
+    assert bench.leaks() == []
+
+
+def test_pending_opens_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.store(256)
+    bench.cache.pool.polls_pending = 1_000_000
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (None, False)
+    monkeypatch.setattr(_scheduler, "OPEN_SECONDS", 0.0)
+    assert bench.half.matched(request, 0) == (255, True)  # what memory holds
+    bench.cache.clear_memory()
+    bench.half.finished(request.request_id)
+    bench.cache.clear_memory()
+    other = Request(256)
+    assert bench.half.matched(other, 0) == (0, False)  # the disk alone: compute
+    bench.half.finished(other.request_id)
+    assert bench.leaks() == []
+
+
+def test_a_damaged_file_fails_the_load_once_and_then_misses(bench: Bench) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    for file in Path(bench.cache.pool.directory or "").glob("*.kv"):
+        file.write_bytes(b"x" * 100)
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (255, True)
+    bench.allocate(request, 255)
+    plan = bench.step()
+    assert plan.failed == [plan.loads[0][0]]
+    assert bench.step() is IDLE
+    bench.half.report(None, [request.request_id], [request.request_id])
+    tracked = bench.half._tracked[request.request_id]
+    assert tracked.failures == 1
+    tracked.failures = _scheduler.LOAD_ATTEMPTS
+    assert bench.half.matched(request, 0) == (0, False)
+
+
+def test_a_failed_start_is_reported_as_a_failed_load(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 128)  # vLLM waits for a load that nobody promised
+    plan = bench.step()
+    assert len(plan.loads) == 1
+    assert plan.failed == [plan.loads[0][0]]
+
+
+def test_a_negative_acknowledgement_abandons(bench: Bench) -> None:
+    request = Request(128)
+    bench.allocate(request, 0)
+    plan = bench.step(request, 128)
+    assert bench.half.pending_stores()
+    assert bench.pool.pinned() == 4
+    bench.acknowledge(plan, good=False)
+    assert not bench.half.pending_stores()
+    assert not bench.cache.pool.slots
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_a_chunk_becomes_readable_when_every_rank_has_stored_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    fake.pools.clear()
+    bench = Bench(monkeypatch, tmp_path, ranks=2)
+    request = Request(64)
+    bench.allocate(request, 0)
+    plan = bench.step(request, 64)
+    bench.acknowledge(plan)
+    assert bench.half.pending_stores()
+    assert bench.half.matched(Request(128), 0) == (0, False)
+    bench.acknowledge(plan)
+    assert not bench.half.pending_stores()
+    assert bench.half.matched(Request(128), 0) == (64, True)
+
+
+def test_no_room_is_not_an_error(bench: Bench) -> None:
+    bench.cache.pool.refuse_reserve = True
+    request = Request(256)
+    bench.allocate(request, 0)
+    for _ in range(_scheduler.STORE_ATTEMPTS + 1):
+        assert bench.step(request, 256) is IDLE
+        request.num_computed_tokens = 0
+    assert not bench.half._saving
+    assert bench.half.counts["stores_dropped"] == 1
+
+
+@pytest.mark.parametrize("attribute", ["skip_reading_prefix_cache", "resumable"])
+def test_requests_that_must_not_read(bench: Bench, attribute: str) -> None:
+    bench.store(256)
+    assert bench.half.matched(Request(256, **{attribute: True}), 0) == (0, False)
+
+
+def test_a_prompt_that_the_gpu_holds_is_left_alone(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    assert bench.half.matched(request, 224) == (0, False)  # less than a block is missing
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_reset_shares_nothing_with_what_is_stored(bench: Bench) -> None:
+    bench.store(256)
+    assert bench.half.reset()
+    assert bench.half.matched(Request(256), 0) == (0, False)
+    bench.store(256)
+    assert bench.half.matched(Request(256), 0) == (255, True)
+
+
+def test_unequal_pools_decline(bench: Bench) -> None:
+    bench.half.handshake({(0, 0): Handshake("another", 4096, "{}")})
+    assert bench.half.declined is not None
+    assert "pool" in bench.half.declined
+
+
+def test_unknown_reports_are_ignored(bench: Bench) -> None:
+    bench.half.report(WorkerReport({99: (1, 0)}, {(99, 0): 1}), ["nobody"], ["nobody"])
+    bench.half.finished("nobody")
+    assert bench.leaks() == []
+
+
+def test_reports_add_up() -> None:
+    one, other = WorkerReport({1: (1, 0)}, {(2, 3): 1}), WorkerReport({1: (0, 1)}, {(2, 3): 1})
+    both = one.aggregate(other)
+    assert both.stores == {1: (1, 1)}
+    assert both.copied == {(2, 3): 2}
