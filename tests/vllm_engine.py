@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU, with or without LakeCache, for the tests in this folder."""
+"""Real vLLM on a CPU, with or without LakeCache, for the tests in `vllm/`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MODEL = Path(os.environ.get("LAKECACHE_MODELS", ROOT / ".models")) / "qwen3-tiny"
 BLOCK = 32
 CHUNK = 64
