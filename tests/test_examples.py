@@ -1,0 +1,74 @@
+"""Every example holds what it shows, on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lakecache._core")
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(name: str, *arguments: str, timeout: float = 280) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_attention():
+    assert "outputs equal: yes" in run("attention.py", "--tokens", "128")
+
+
+def test_demo():
+    assert "every byte came back" in run("demo.py")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), pytest.param(("--shared",), marks=pytest.mark.multiprocess)]
+)
+def test_two_level(arguments):
+    said = run("two_level.py", *arguments)
+    assert "first read from disk, second from memory" in said
+    assert "disk payload reads: 1" in said
+
+
+def test_host_kv():
+    assert "lakecache" in run("host_kv.py")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_snapshot_of_real_kv(tiny_model, tmp_path):
+    pytest.importorskip("vllm")
+    file = str(tmp_path / "kv.safetensors")
+    arguments = ["--layers", "0,1", "--tokens", "96", "--output", file]
+    assert "layer 1" in run("kv_snapshot.py", "--model", str(tiny_model), *arguments)
+    run("host_kv.py", "--kv-snapshot", file)
+    run("demo.py", "--kv-snapshot", file)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_demo(tiny_model, tmp_path):
+    pytest.importorskip("vllm")
+    outputs = []
+    for mode in ("native", "pinned"):
+        outputs.append(str(tmp_path / f"{mode}.json"))
+        arguments = ["--mode", mode, "--tokens", "600", "--output", outputs[-1]]
+        run("vllm_demo.py", "--model", str(tiny_model), *arguments)
+    compare = [sys.executable, str(ROOT / "tests" / "compare_outputs.py"), *outputs]
+    assert subprocess.run(compare, timeout=60, check=False).returncode == 0
