@@ -16,7 +16,6 @@ import serving
 
 
 def snapshot(options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
-    import torch
     from vllm import SamplingParams
 
     server = serving.Server(options.model, None, max_model_len=options.tokens + 64)
@@ -38,8 +37,9 @@ def snapshot(options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
         for layer in options.layers:
             cache = caches[layer]
             axis = next(at for at, size in enumerate(cache.shape) if size == config.num_blocks)
-            index = torch.tensor(blocks, device=cache.device)
-            tensors[f"layer {layer}"] = cache.index_select(axis, index).contiguous().cpu()
+            tensors[f"layer {layer}"] = (
+                cache.movedim(axis, 0)[blocks].movedim(0, axis).contiguous().cpu()
+            )
         about = {
             "model": Path(options.model).name,
             "prompt_tokens": str(len(prompt)),

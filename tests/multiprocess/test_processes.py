@@ -1,0 +1,128 @@
+"""Several processes on one store, and processes that die at the worst moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lakecache._core")
+
+from lakecache.store import TieredStore
+
+pytestmark = pytest.mark.multiprocess
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+LIMIT = 24 * MIB
+MEMORY = 32 * MIB
+
+
+def start(what: str, settings: dict, *rest: object) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "python")}
+    command = [sys.executable, str(HERE / "children.py"), what, json.dumps(settings)]
+    return subprocess.Popen(
+        [*command, *(str(item) for item in rest)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def payload(number: int, size: int = 300_000) -> bytes:
+    return (b"%08d" % number) * (size // 8)
+
+
+@pytest.fixture
+def ram():
+    with tempfile.TemporaryDirectory(prefix="lakecache-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def settings(tmp_path, ram):
+    return {
+        "cache_dir": str(tmp_path / "cache"),
+        "ram_dir": str(ram),
+        "cpu_bytes": MEMORY,
+        "disk_capacity_bytes": LIMIT,
+    }
+
+
+def test_a_second_process_reads_what_the_first_put(settings):
+    with TieredStore(**settings) as store:
+        for number in range(4):
+            assert store.put(b"object %d" % number, payload(number))
+        said, errors = start("read", settings, 5).communicate(timeout=60)
+        assert said, errors
+        seen = json.loads(said)
+        assert seen["pool"] == store.pool_id
+    assert seen["tiers"] == ["memory"] * 4 + [None]
+    assert seen["right"] == [True] * 4
+
+
+def test_after_the_first_process_has_ended(settings):
+    with TieredStore(**settings) as store:
+        for number in range(3):
+            assert store.put(b"object %d" % number, payload(number))
+        assert store.flush()
+    said, errors = start("read", settings, 3).communicate(timeout=60)
+    assert said, errors
+    assert json.loads(said)["right"] == [True] * 3
+
+
+def bytes_of(folder: str, pattern: str) -> int:
+    total = 0
+    for file in Path(folder).rglob(pattern):
+        # A file may go between being listed and being looked at.
+        try:
+            total += file.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_killed_while_putting(settings, ram):
+    numbers = 0
+    chance = random.Random(1)
+    for _ in range(5):
+        child = start("fill", settings, numbers)
+        assert child.stdout.readline() == "filling\n", child.stderr.read()
+        until = time.monotonic() + chance.uniform(0.1, 0.6)
+        while time.monotonic() < until:
+            assert bytes_of(settings["cache_dir"], "*.kv") <= LIMIT
+            assert bytes_of(str(ram), "pool") <= MEMORY
+            time.sleep(0.01)
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=30)
+        numbers += 7  # partly the same objects, partly new ones
+
+        with TieredStore(**settings) as store:
+            names = list(range(numbers + 40))
+            keys = [b"object %d" % number for number in names]
+            found = 0
+            for at in range(0, len(keys), 8):
+                with store.lease_many(keys[at : at + 8]) as lease:
+                    for index, number in enumerate(names[at : at + 8]):
+                        if lease.found[index]:
+                            found += 1
+                            assert lease.read(index) == payload(number)
+            assert found
+            # The dead process holds nothing back: all of memory can be had again.
+            store.flush()
+            store.clear_memory()
+            assert store.put(b"after %d" % numbers, payload(numbers))
+            assert bytes_of(settings["cache_dir"], "*.kv") <= LIMIT
+    # One pool, and nothing beside it.
+    assert len(list(ram.glob("*/pool"))) == 1
+    assert bytes_of(str(ram), "*") <= MEMORY + MIB
+    assert not [file for file in Path(settings["cache_dir"]).rglob("*") if ".tmp" in file.name]
