@@ -2,6 +2,8 @@
 //! not the key's, and a process that is killed at any moment leaves nothing behind.
 //! Method: this binary starts itself as children; every object's bytes follow from its key.
 
+#![allow(clippy::print_stderr, reason = "a watchdog has no other way to say why it ends the run")]
+
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -85,6 +87,7 @@ fn for_words(arena: &Arena, slot: Slot, n: u64, mut each: impl FnMut(&AtomicU64,
     for (offset, bytes) in arena.extents(slot).expect("a pinned slot has extents") {
         for at in (0..bytes).step_by(4096) {
             for word in [0, 4096 - 24] {
+                #[allow(clippy::cast_ptr_alignment, reason = "offsets are multiples of eight")]
                 let address = arena.address(offset + at + word, 8).cast::<AtomicU64>();
                 // SAFETY: in the arena, aligned; accesses of racing processes are atomic.
                 each(unsafe { &*address }, n << 32 | page << 12 | word);
