@@ -20,7 +20,7 @@ export VIRTUAL_ENV := $(VENV)
 export PATH := $(BIN):$(PATH)
 
 # With the test helpers of the core; the bindings are linked by an interpreter, so pytest tests them.
-RUST_TESTS := --locked --workspace --exclude lakecache-py --all-features
+RUST_TESTS := --locked --workspace --exclude lakecache-py --exclude lakecache-bench --all-features
 PYTHON_FOLDERS := python tests scripts examples benches
 # Whole runs, in seconds; each single test has a limit of its own (nextest.toml, pyproject.toml).
 RUST_LIMIT ?= 1200
@@ -48,11 +48,7 @@ demo: build models ## See a prompt restored after a restart, on any machine
 test: lint build stubtest test-rust test-python ## Everything that has to pass before a change lands
 
 bench: bench-setup build ## Measure the core (and vLLM where there is a GPU)
-	@if ls rust/*/benches/*.rs >/dev/null 2>&1; then \
-	    cargo bench --locked --workspace --exclude lakecache-py --all-features --bench '*'; \
-	else \
-	    echo "bench: the core has no benches yet"; \
-	fi
+	cargo bench --locked --package lakecache-bench
 	@$(BIN)/python -m pytest -m bench --timeout=0 tests || \
 	    { [ $$? -eq 5 ] && echo "bench: there are no Python benches yet"; }
 
