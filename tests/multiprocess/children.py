@@ -20,13 +20,12 @@ def payload(number: int, size: int = 300_000) -> bytes:
 
 
 def fill(settings: dict, first: int) -> None:
-    """Put until killed."""
+    """Put the same 60 objects over and over until killed; what was evicted is put anew."""
     with TieredStore(**settings) as store:
         print("filling", flush=True)
-        number = first
         while True:
-            store.put(b"object %d" % number, payload(number))
-            number += 1
+            for number in range(first, first + 60):
+                store.put(b"object %d" % number, payload(number))
 
 
 def read(settings: dict, count: int) -> None:

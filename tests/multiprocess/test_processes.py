@@ -107,7 +107,7 @@ def test_killed_while_putting(settings, ram):
         numbers += 7  # partly the same objects, partly new ones
 
         with TieredStore(**settings) as store:
-            names = list(range(numbers + 40))
+            names = list(range(numbers + 60))
             keys = [b"object %d" % number for number in names]
             found = 0
             for at in range(0, len(keys), 8):
