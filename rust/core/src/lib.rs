@@ -8,6 +8,7 @@ mod error;
 pub mod io;
 mod key;
 pub mod l1;
+pub mod l2;
 pub mod pool;
 pub mod sys;
 pub mod units;

@@ -6,3 +6,4 @@ pub mod fork;
 pub mod limits;
 pub mod lock;
 pub mod map;
+pub mod object;

@@ -1,0 +1,157 @@
+//! Reading an object: an open file with a shared lock keeps it from eviction; the kernel frees the
+//! lock when the process dies.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::format::{HEADER_BYTES, Header, Page};
+use super::table::{Outcome, State};
+use super::{Damage, DiskStore, Finish, LOCK_WAIT, Negative, count, locked};
+use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
+
+/// Damaged keys to remember; when more turn up, the first are forgotten and found again.
+const NEGATIVES_MAX: usize = 64 << 10;
+
+/// An object that stays on disk while this lives.
+#[derive(Debug, Clone)]
+pub struct DiskLease {
+    /// The file; its lock goes with the last owner.
+    pub file: Arc<OwnedFd>,
+    /// Whether it was opened with `O_DIRECT`.
+    pub direct: bool,
+    /// The object's key.
+    pub key: ObjectKey,
+    /// What its record says it is.
+    pub info: super::ObjectInfo,
+    /// The object's namespace.
+    pub namespace: Namespace,
+    /// The namespace's number in the pool.
+    pub namespace_id: u16,
+    /// Bytes of the payload.
+    pub payload_bytes: u64,
+    /// Where the payload begins.
+    pub payload_offset: u64,
+    /// The file's inode.
+    pub inode: u64,
+    /// The file's length.
+    pub len: u64,
+}
+
+impl DiskStore {
+    /// Opens an object for reading. `None`: it is not there, or about to go. Blocks on the disk.
+    pub fn lease(&self, key: &ObjectKey) -> Result<Option<DiskLease>> {
+        let Some((i, _)) = self.table.find(key) else { return Ok(None) };
+        let Some(record) = self.table.read(i) else { return Ok(None) };
+        if record.info.key != *key || record.word.state() != State::Present {
+            return Ok(None);
+        }
+        let Some(namespace) = self.pool.namespace(record.namespace) else { return Ok(None) };
+        let path = self.path(&namespace, key);
+        let Some((file, direct)) = self.open_object(&path)? else {
+            count(&self.counters.missing);
+            self.settle([Finish { record: i, word: record.word, to: Outcome::Free }]);
+            return Ok(None);
+        };
+        if !sys::lock::flock_shared(&file)? {
+            count(&self.counters.missing);
+            return Ok(None);
+        }
+        let stat = sys::file::stat(&file)?;
+        let damaged = locked(&self.negative).get(key).map(|negative| negative.inode);
+        if stat.nlink == 0 || damaged == Some(stat.inode) {
+            count(&self.counters.missing);
+            return Ok(None);
+        }
+        let lease = DiskLease {
+            file: Arc::new(file),
+            direct,
+            key: *key,
+            info: record.info,
+            namespace,
+            namespace_id: record.namespace,
+            payload_bytes: record.info.payload_bytes,
+            payload_offset: HEADER_BYTES,
+            inode: stat.inode,
+            len: stat.len,
+        };
+        if stat.len != record.file_bytes {
+            let longer = stat.len > record.file_bytes;
+            self.quarantine(&lease, if longer { Damage::Longer } else { Damage::Truncated });
+            return Ok(None);
+        }
+        count(&self.counters.leases);
+        Ok(Some(lease))
+    }
+
+    /// Reads and checks the header. A damaged one is quarantined here, and [`ErrorKind::Corrupt`].
+    pub fn read_header(&self, lease: &DiskLease) -> Result<Header> {
+        let path = self.path(&lease.namespace, &lease.key);
+        let verdict = header_of(&lease.file, &path)?.and_then(|header| {
+            header.check(&lease.namespace, &lease.key, lease.len)?;
+            if header.payload_bytes == lease.payload_bytes {
+                Ok(header)
+            } else {
+                Err(Damage::Fields)
+            }
+        });
+        verdict.map_err(|damage| {
+            self.quarantine(lease, damage);
+            Error::new(ErrorKind::Corrupt, format!("{}: {damage}", path.display()))
+        })
+    }
+
+    /// Takes a damaged object out of the store: counted, and a miss until it is published anew.
+    pub fn quarantine(&self, lease: &DiskLease, why: Damage) {
+        count(&self.counters.damaged[why.index()]);
+        let path = self.path(&lease.namespace, &lease.key);
+        log::warn!("{}: {why}; the object is dropped", path.display());
+        let found = self.table.find(&lease.key);
+        {
+            let mut negative = locked(&self.negative);
+            if negative.len() >= NEGATIVES_MAX {
+                negative.clear();
+            }
+            negative.insert(lease.key, Negative { record: found, inode: lease.inode });
+            self.negatives.store(negative.len(), Ordering::Relaxed);
+        }
+        let removed = self.write_lock(LOCK_WAIT.into(), |writer| {
+            let Some((i, word)) = self.table.find(&lease.key) else { return Ok(()) };
+            let same =
+                matches!(sys::file::inode_of(&path)?, Some((_, inode)) if inode == lease.inode);
+            if same && word.state() == State::Present {
+                sys::file::unlink(&path)?;
+                self.table.finish(writer, i, word, Outcome::Free);
+            }
+            Ok(())
+        });
+        match removed.and_then(|removed| removed.unwrap_or(Ok(()))) {
+            Ok(()) => {}
+            Err(error) => {
+                count(&self.counters.errors);
+                log::warn!("the damaged file stays for now: {error}");
+            }
+        }
+    }
+
+    fn open_object(&self, path: &Path) -> Result<Option<(OwnedFd, bool)>> {
+        if self.direct.load(Ordering::Relaxed) {
+            match sys::file::open_read(path, true) {
+                Err(error) if error.errno() == Some(libc::EINVAL) => {
+                    self.direct.store(false, Ordering::Relaxed);
+                }
+                opened => return Ok(opened?.map(|file| (file, true))),
+            }
+        }
+        Ok(sys::file::open_read(path, false)?.map(|file| (file, false)))
+    }
+}
+
+/// The header of a file, or what is wrong with it.
+pub(super) fn header_of(file: &OwnedFd, path: &Path) -> Result<Result<Header, Damage>> {
+    let mut page = Page::zeroed();
+    let read = sys::file::pread_full(file, &mut page.0, 0)
+        .map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
+    Ok(Header::parse(&page.0[..read]))
+}

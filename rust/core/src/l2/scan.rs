@@ -1,0 +1,290 @@
+//! Comparing the records with the directory: whoever holds the scan lock, in the background, once
+//! for each time that nobody used the directory. Until it is done nothing is stored.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::snapshot::{self, Known};
+use super::table::{Outcome, State};
+use super::{DiskStore, LOCK_WAIT, ObjectInfo, SCANNING, count, lease, locked};
+use crate::pool::Writer;
+use crate::sys::object::Entry;
+use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
+
+const THREADS_MAX: usize = 8;
+/// Records made in one hold of the writer lock.
+const BATCH: usize = 512;
+/// How often a member looks whether another's scan is over.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long after a failed scan the next one begins.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// Whether a name is one that unfinished files have.
+fn is_temporary(name: &str) -> bool {
+    name.strip_prefix('.').is_some_and(|rest| rest.strip_suffix(".tmp").is_some())
+}
+
+/// An object file that is what its name says.
+struct Found {
+    namespace: Namespace,
+    info: ObjectInfo,
+    file_bytes: u64,
+    /// Files that the list lacks come after all that it has, by time.
+    order: (bool, i64),
+}
+
+impl DiskStore {
+    /// Whether the records were compared with the directory.
+    pub fn scan_done(&self) -> bool {
+        self.table.scan_done()
+    }
+
+    /// Starts the comparison in the background, if it is due. Whichever member gets the scan lock
+    /// does it; the others see to it that it gets done.
+    pub fn start_scan(self: &Arc<Self>) {
+        let mut scanner = locked(&self.scanner);
+        if self.scan_done() || scanner.is_some() {
+            return;
+        }
+        let store = self.clone();
+        let thread = std::thread::Builder::new().name("lakecache-scan".into());
+        match thread.spawn(move || store.scan_when_due()) {
+            Ok(thread) => *scanner = Some(thread),
+            Err(error) => log::warn!("no thread for the scan, so nothing is stored: {error}"),
+        }
+    }
+
+    fn scan_when_due(&self) {
+        while !self.scan_done() && !self.closing.load(Ordering::Acquire) {
+            let pause = match self.scan_if_free() {
+                Ok(true) => return,
+                Ok(false) => LOOK,
+                Err(error) => {
+                    log::warn!("the stored objects could not be listed: {error}");
+                    count(&self.counters.errors);
+                    AGAIN
+                }
+            };
+            let mut slept = Duration::ZERO;
+            while slept < pause && !self.closing.load(Ordering::Acquire) {
+                std::thread::sleep(LOOK);
+                slept += LOOK;
+            }
+        }
+    }
+
+    fn scan_if_free(&self) -> Result<bool> {
+        if !self.lock.try_exclusive(SCANNING)? {
+            return Ok(false);
+        }
+        let scanned = if self.scan_done() { Ok(()) } else { self.scan() };
+        self.lock.unlock(SCANNING);
+        scanned.map(|()| true)
+    }
+
+    /// The comparison itself. The caller holds the scan lock.
+    fn scan(&self) -> Result<()> {
+        self.settle_orphans()?;
+        let known = snapshot::read(&self.dir);
+        let mut found = self.walk(&known)?;
+        found.sort_unstable_by_key(|found| found.order);
+        let scan = self.table.next_scan();
+        for batch in found.chunks(BATCH) {
+            self.add(batch, scan)?;
+        }
+        self.forget_missing(scan)?;
+        let limit = self.pool.disk_capacity().unwrap_or(u64::MAX);
+        let excess = self.table.root().bytes.load(Ordering::Relaxed).saturating_sub(limit);
+        if excess > 0 {
+            self.make_room(excess)?;
+        }
+        self.table.set_scan_done(true);
+        log::info!("{} objects are on disk", found.len());
+        Ok(())
+    }
+
+    fn walk(&self, known: &HashMap<ObjectKey, Known>) -> Result<Vec<Found>> {
+        let mut work = Vec::new();
+        for entry in sys::object::list(&self.dir)? {
+            if !entry.is_dir {
+                if is_temporary(&entry.name) {
+                    self.sweep(&self.dir.join(&entry.name))?;
+                }
+                continue;
+            }
+            let Ok(namespace) = Namespace::from_hex(&entry.name) else { continue };
+            let dir = self.dir.join(&entry.name);
+            for entry in sys::object::list(&dir)? {
+                let path = dir.join(&entry.name);
+                if entry.is_dir && entry.name.len() == 2 {
+                    work.push((namespace, path));
+                } else if is_temporary(&entry.name) {
+                    self.sweep(&path)?;
+                }
+            }
+        }
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+        let (next, all) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        let one = || -> Result<()> {
+            let mut found = Vec::new();
+            while let Some((namespace, dir)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if self.closing.load(Ordering::Acquire) {
+                    return Err(Error::new(ErrorKind::Closed, "closed during the scan"));
+                }
+                self.walk_one(*namespace, dir, known, &mut found)?;
+            }
+            locked(&all).append(&mut found);
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
+            threads.into_iter().try_for_each(|thread| {
+                let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread of the scan failed"));
+                thread.join().unwrap_or_else(panicked)
+            })
+        })?;
+        Ok(std::mem::take(&mut *locked(&all)))
+    }
+
+    fn walk_one(
+        &self,
+        namespace: Namespace,
+        dir: &Path,
+        known: &HashMap<ObjectKey, Known>,
+        found: &mut Vec<Found>,
+    ) -> Result<()> {
+        for entry in sys::object::list(dir)? {
+            let path = dir.join(&entry.name);
+            if is_temporary(&entry.name) {
+                self.sweep(&path)?;
+                continue;
+            }
+            let key = entry.name.strip_suffix(".kv").and_then(|hex| ObjectKey::from_hex(hex).ok());
+            let Some(key) = key.filter(|_| !entry.is_dir) else { continue };
+            match judge(namespace, key, &path, &entry, known)? {
+                Ok(object) => found.push(object),
+                Err(damage) => {
+                    log::warn!("{}: {damage}; removed", path.display());
+                    count(&self.counters.damaged[damage.index()]);
+                    self.sweep(&path)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a file that nobody is at.
+    fn sweep(&self, path: &Path) -> Result<()> {
+        let Some(file) = sys::file::open_read(path, false)? else { return Ok(()) };
+        if sys::lock::flock_exclusive(&file)? && sys::file::unlink(path)? {
+            count(&self.counters.swept);
+        }
+        Ok(())
+    }
+
+    /// Makes records for files that have none, and corrects those that have a wrong length.
+    fn add(&self, batch: &[Found], scan: u64) -> Result<()> {
+        let mut numbers = Vec::with_capacity(batch.len());
+        for found in batch {
+            numbers.push(self.pool.intern_namespace(&found.namespace)?);
+        }
+        let left = self.write_lock(LOCK_WAIT.into(), |writer| {
+            let mut left = Vec::new();
+            for (found, number) in batch.iter().zip(&numbers) {
+                let added = number.is_some_and(|number| self.add_one(writer, found, number, scan));
+                if !added {
+                    left.push(found);
+                }
+            }
+            left
+        })?;
+        let Some(left) = left else {
+            return Err(Error::new(ErrorKind::Timeout, "the writer lock is held"));
+        };
+        for found in left {
+            self.sweep(&self.path(&found.namespace, &found.info.key))?;
+        }
+        Ok(())
+    }
+
+    fn add_one(&self, writer: &mut Writer, found: &Found, number: u16, scan: u64) -> bool {
+        if let Some((i, word)) = self.table.find(&found.info.key) {
+            let record = self.table.read(i);
+            let right = record.is_some_and(|record| record.file_bytes == found.file_bytes);
+            if word.state() != State::Present || right {
+                self.table.mark_seen(i, scan);
+                return true;
+            }
+            self.table.finish(writer, i, word, Outcome::Free);
+        }
+        let owner = writer.pool().member();
+        let made = self.table.make(writer, &found.info, number, found.file_bytes, owner);
+        let Some((i, word)) = made else { return false };
+        self.table.finish(writer, i, word, Outcome::InUse);
+        self.table.mark_seen(i, scan);
+        true
+    }
+
+    /// Frees the records of files that the scan did not see and that are not there.
+    fn forget_missing(&self, scan: u64) -> Result<()> {
+        let mut finished = Vec::new();
+        for i in 0..self.table.high_water() {
+            let Some(record) = self.table.read(i) else { continue };
+            if record.word.state() != State::Present || self.table.seen(i) == scan {
+                continue;
+            }
+            let there = match self.pool.namespace(record.namespace) {
+                Some(namespace) => {
+                    let path = self.path(&namespace, &record.info.key);
+                    sys::file::inode_of(&path)?.is_some()
+                }
+                None => false,
+            };
+            if !there {
+                let (record, word) = (i, record.word);
+                finished.push(super::Finish { record, word, to: Outcome::Free });
+            }
+        }
+        self.settle(finished);
+        Ok(())
+    }
+}
+
+/// The object that a file is, by the list or by its header, or what is wrong with it.
+fn judge(
+    namespace: Namespace,
+    key: ObjectKey,
+    path: &Path,
+    entry: &Entry,
+    known: &HashMap<ObjectKey, Known>,
+) -> Result<std::result::Result<Found, super::Damage>> {
+    let file_bytes = entry.len;
+    let listed = known.get(&key).filter(|known| {
+        known.namespace == namespace
+            && super::format::file_bytes(known.info.payload_bytes) == Some(file_bytes)
+    });
+    if let Some(known) = listed {
+        let order = (false, i64::try_from(known.order).unwrap_or(i64::MAX));
+        return Ok(Ok(Found { namespace, info: known.info, file_bytes, order }));
+    }
+    let Some(file) = sys::file::open_read(path, false)? else {
+        return Ok(Err(super::Damage::Truncated));
+    };
+    let judged = lease::header_of(&file, path)?.and_then(|header| {
+        header.check(&namespace, &key, file_bytes)?;
+        let info = ObjectInfo {
+            key,
+            parent: header.parent,
+            kind: header.kind,
+            first_token: header.first_token,
+            last_token: header.last_token,
+            ranks: header.ranks,
+            payload_bytes: header.payload_bytes,
+        };
+        Ok(Found { namespace, info, file_bytes, order: (true, entry.modified) })
+    });
+    Ok(judged)
+}
