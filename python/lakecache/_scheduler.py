@@ -104,7 +104,9 @@ class SchedulerHalf:
         self._storing: set[tuple[int, int]] = set()
         self._pinned_blocks = 0
         self._idents = itertools.count(1)
+        # Counted since the last report to vLLM, and reported before that.
         self.counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._stats_at = 0.0
 
     # Start-up
@@ -549,8 +551,13 @@ class SchedulerHalf:
         if now - self._stats_at < STATS_SECONDS:
             return None
         self._stats_at = now
+        self._reported.update(self.counts)
         data, self.counts = dict(self.counts), Counter()
         return CacheStats(data=data)
+
+    def total(self, name: str) -> int:
+        """Give a counter since the start."""
+        return self._reported[name] + self.counts[name]
 
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""

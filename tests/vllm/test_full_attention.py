@@ -35,8 +35,8 @@ def test_memory_and_disk_answer_as_computed(cached: Engine) -> None:
         for hit in (native, memory, disk):
             assert difference(cold, hit) == 0, length
         assert memory[2] == disk[2] == expected_hit(length)
-    assert cached.half.counts["loaded_tokens_disk"] > 0
-    assert cached.half.counts["loaded_tokens_memory"] > 0
+    assert cached.half.total("loaded_tokens_disk") > 0
+    assert cached.half.total("loaded_tokens_memory") > 0
     assert cached.connector.errors == 0
 
 
@@ -73,7 +73,7 @@ def test_many_requests_and_little_memory(places: dict[str, str]) -> None:
     prompts = [prompt(260 + seed, seed) for seed in range(20, 44)]
     with engine(None) as plain:
         native = plain.generate(prompts)
-    with engine({**places, "cpu_bytes": "4MiB"}) as small:
+    with engine({**places, "cpu_bytes": "8MiB"}) as small:
         for _ in range(3):
             got = small.generate(prompts)
             # Batches are composed differently, so fp32 sums may differ in the last bits.
