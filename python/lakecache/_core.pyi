@@ -9,6 +9,17 @@ from typing import Any, final
 
 from typing_extensions import Buffer
 
+__all__ = [
+    "Cache",
+    "Copier",
+    "Lease",
+    "View",
+    "__version__",
+    "blake3",
+    "blake3_file",
+    "derive_keys",
+]
+
 __version__: str
 
 def derive_keys(namespace: bytes, kind: int, block_hashes: Sequence[bytes]) -> bytes: ...
@@ -105,6 +116,6 @@ class Copier:
     def pending(self) -> int: ...
     def close(self) -> None: ...
 
+# Use it through memoryview.
 @final
-class View:
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+class View: ...
