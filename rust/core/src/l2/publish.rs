@@ -14,6 +14,8 @@ use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 
 /// Times that a writer makes room and finds it taken by another.
 const ROUNDS: usize = 64;
+/// Objects that one process stores between two savings of the list.
+const SNAPSHOT_EVERY: u64 = 4096;
 
 /// Memory that holds a part of a payload.
 #[derive(Debug, Clone, Copy)]
@@ -151,7 +153,7 @@ impl DiskStore {
             match linked {
                 Ok(Linked::New) => {
                     self.forget_negative(&info.key);
-                    count(&self.counters.stored);
+                    self.count_stored();
                     self.counters.stored_bytes.fetch_add(file_bytes, Ordering::Relaxed);
                     return Ok(Written::Stored);
                 }
@@ -168,6 +170,16 @@ impl DiskStore {
             }
         }
         Ok(Written::NoRoom(NoRoom::DiskFull))
+    }
+
+    /// Counts a new object, and saves the list now and then.
+    fn count_stored(&self) {
+        let stored = self.counters.stored.fetch_add(1, Ordering::Relaxed) + 1;
+        if stored.is_multiple_of(SNAPSHOT_EVERY)
+            && let Err(error) = self.snapshot()
+        {
+            log::debug!("the list of stored objects was not saved: {error}");
+        }
     }
 
     /// A WRITING record that counts `file_bytes`, or why there is none.
