@@ -62,3 +62,5 @@ pub fn fill(arena: &Arena, count: u64) {
         assert!(store(arena, &meta(n, PAGE_BYTES)).is_some(), "no room for object {n}");
     }
 }
+
+pub mod disk;

@@ -1,0 +1,43 @@
+//! How long a start takes to compare 100 000 stored objects with their directory, names and sizes
+//! in the page cache: with the list that the last shutdown saved, and from the headers alone.
+//! `LAKECACHE_BENCH_DIR` is where the files go.
+#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark reports and may fail")]
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use lakecache_bench::disk::{open, open_unscanned, store_objects};
+
+const ROUNDS: usize = 5;
+
+fn main() {
+    let count = if std::env::args().any(|argument| argument == "--test") { 100 } else { 100_000 };
+    let dir = std::env::var_os("LAKECACHE_BENCH_DIR")
+        .map_or_else(|| tempfile::tempdir().unwrap(), |dir| tempfile::tempdir_in(dir).unwrap());
+    let store = open(dir.path());
+    store_objects(&store, 0..count);
+    store.close();
+    drop(store);
+    println!("{count} objects, with the list: {:?}", median(dir.path(), true));
+    println!("{count} objects, headers only:  {:?}", median(dir.path(), false));
+}
+
+fn median(dir: &Path, listed: bool) -> Duration {
+    let mut times: Vec<_> = (0..ROUNDS).map(|_| scan(dir, listed)).collect();
+    times.sort_unstable();
+    times[ROUNDS / 2]
+}
+
+fn scan(dir: &Path, listed: bool) -> Duration {
+    let list = dir.join("cache/objects.snapshot");
+    if !listed && list.exists() {
+        std::fs::remove_file(list).unwrap();
+    }
+    let start = Instant::now();
+    let store = open_unscanned(dir);
+    store.start_scan();
+    while !store.scan_done() {
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    start.elapsed()
+}
