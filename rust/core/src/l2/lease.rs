@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::format::{HEADER_BYTES, Header, Page};
-use super::table::{Outcome, State};
+use super::table::{Outcome, Snapshot, State};
 use super::{Damage, DiskStore, Finish, LOCK_WAIT, Negative, count, locked};
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 
@@ -42,16 +42,12 @@ pub struct DiskLease {
 impl DiskStore {
     /// Opens an object for reading. `None`: it is not there, or about to go. Blocks on the disk.
     pub fn lease(&self, key: &ObjectKey) -> Result<Option<DiskLease>> {
-        let Some((i, _)) = self.table.find(key) else { return Ok(None) };
-        let Some(record) = self.table.read(i) else { return Ok(None) };
-        if record.info.key != *key || record.word.state() != State::Present {
-            return Ok(None);
-        }
+        let Some(record) = self.present(key) else { return Ok(None) };
         let Some(namespace) = self.pool.namespace(record.namespace) else { return Ok(None) };
         let path = self.path(&namespace, key);
         let Some((file, direct)) = self.open_object(&path)? else {
             count(&self.counters.missing);
-            self.settle([Finish { record: i, word: record.word, to: Outcome::Free }]);
+            self.settle([Finish { record: record.index, word: record.word, to: Outcome::Free }]);
             return Ok(None);
         };
         if !sys::lock::flock_shared(&file)? {
@@ -133,6 +129,22 @@ impl DiskStore {
                 log::warn!("the damaged file stays for now: {error}");
             }
         }
+    }
+
+    /// The record of a present object. While others change the table, a reader can miss it.
+    fn present(&self, key: &ObjectKey) -> Option<Snapshot> {
+        for _ in 0..4 {
+            let epoch = self.pool.epoch();
+            let found = self.table.find(key).and_then(|(i, _)| self.table.read(i));
+            let present = |record: &Snapshot| {
+                record.info.key == *key && record.word.state() == State::Present
+            };
+            let found = found.filter(present);
+            if found.is_some() || (epoch.is_multiple_of(2) && self.pool.epoch() == epoch) {
+                return found;
+            }
+        }
+        None
     }
 
     fn open_object(&self, path: &Path) -> Result<Option<(OwnedFd, bool)>> {

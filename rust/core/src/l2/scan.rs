@@ -11,12 +11,16 @@ use super::snapshot::{self, Known};
 use super::table::{Outcome, State};
 use super::{DiskStore, LOCK_WAIT, ObjectInfo, SCANNING, count, lease, locked};
 use crate::pool::Writer;
+use crate::pool::layout::NAMESPACES_MAX;
 use crate::sys::object::Entry;
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 
 const THREADS_MAX: usize = 8;
 /// Records made in one hold of the writer lock.
 const BATCH: usize = 512;
+/// In use once the pool can remember no more namespaces.
+#[allow(clippy::cast_possible_truncation, reason = "a constant of 1023")]
+const LAST_NAMESPACE: u16 = (NAMESPACES_MAX - 1) as u16;
 /// How often a member looks whether another's scan is over.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long after a failed scan the next one begins.
@@ -189,7 +193,12 @@ impl DiskStore {
     fn add(&self, batch: &[Found], scan: u64) -> Result<()> {
         let mut numbers = Vec::with_capacity(batch.len());
         for found in batch {
-            numbers.push(self.pool.intern_namespace(&found.namespace)?);
+            let number = self.pool.intern_namespace(&found.namespace)?;
+            // Files go only where the pool can never name their namespace, not where it is busy.
+            if number.is_none() && self.pool.namespace(LAST_NAMESPACE).is_none() {
+                return Err(Error::new(ErrorKind::Timeout, "the writer lock is held"));
+            }
+            numbers.push(number);
         }
         let left = self.write_lock(LOCK_WAIT.into(), |writer| {
             let mut left = Vec::new();
