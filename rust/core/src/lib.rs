@@ -4,6 +4,7 @@
 //! into memory; [`pool`] is the shared-memory file with its members, locks and tables; [`l1`] keeps
 //! objects in the pool's data area; [`l2`] keeps them as files; [`cache`] joins the tiers.
 
+pub mod cache;
 mod error;
 pub mod io;
 mod key;

@@ -1,0 +1,384 @@
+//! The two tiers as one store: lookup, lease, load and promote; store, publish and write back.
+//!
+//! Ownership: the caller's threads look up, lease and reserve, and never wait for a disk; the I/O
+//! engine's threads open, read and verify files; the background threads compute checksums and write
+//! back. A slot being filled belongs to whoever reserved it; a readable one to nobody, and its bytes
+//! never change.
+
+mod copy;
+mod lease;
+mod stats;
+mod writeback;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+pub use copy::{Copier, Fragments, Outcome};
+use crc_fast::{CrcAlgorithm, Digest};
+pub use lease::{Lease, Tier};
+pub use stats::{Counters, Event, Stats};
+
+use crate::io::{self, Engine, EngineChoice};
+use crate::l1::{Arena, ObjectMeta, Purpose, Reserve, Slot, SlotState};
+use crate::l2::{DiskOptions, DiskStore, Durability, L2Gauges};
+use crate::pool::{Pool, PoolOptions, Role, Wait};
+use crate::{Error, ErrorKind, Namespace, ObjectKey, Result};
+use writeback::Background;
+
+/// When an object goes to disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WritePolicy {
+    /// As soon as it is in memory: what a restart needs.
+    WriteThrough,
+    /// When memory gets short, and at shutdown.
+    OnEvict,
+    /// When it is used a second time while in memory.
+    SecondUse,
+}
+
+/// How to open a cache.
+#[derive(Debug, Clone)]
+pub struct CacheOptions {
+    /// The directory of the disk tier; `None` keeps objects in memory only.
+    pub cache_dir: Option<PathBuf>,
+    /// Where shared pools live.
+    pub ram_dir: PathBuf,
+    /// Bytes of the pool, its metadata included; 0 keeps a transit area only.
+    pub cpu_bytes: u64,
+    /// The disk tier's limit, headers included.
+    pub disk_capacity_bytes: Option<u64>,
+    /// Whether other processes share the pool.
+    pub shared: bool,
+    /// Which engine reads files.
+    pub io_engine: EngineChoice,
+    /// Whether payload checksums are checked on read.
+    pub checksum: bool,
+    /// What a write waits for.
+    pub durability: Durability,
+    /// When an object goes to disk.
+    pub write_policy: WritePolicy,
+    /// A worker maps the pool to copy to and from it and does no I/O.
+    pub worker: bool,
+}
+
+/// Transit area of a cache without memory tier.
+const TRANSIT_BYTES: u64 = 256 << 20;
+
+/// How long a load may wait for room or for its bytes before it is given up.
+const LOAD_DEADLINE: Duration = Duration::from_secs(10);
+
+struct Inner {
+    pool: Arc<Pool>,
+    arena: Arc<Arena>,
+    disk: Option<Arc<DiskStore>>,
+    engine: Option<Arc<dyn Engine>>,
+    stats: Arc<Stats>,
+    checksum: bool,
+    write_policy: WritePolicy,
+    closed: AtomicBool,
+}
+
+/// One open store.
+pub struct Cache {
+    inner: Arc<Inner>,
+    background: Option<Background>,
+    engine_name: &'static str,
+    engine_reason: Option<String>,
+}
+
+impl Cache {
+    /// Opens the store: joins the pool that serves `cache_dir`, or creates it.
+    pub fn open(options: &CacheOptions) -> Result<Self> {
+        let pool = Pool::open(PoolOptions {
+            ram_dir: options.ram_dir.clone(),
+            cache_dir: options.cache_dir.clone(),
+            cpu_bytes: options.cpu_bytes,
+            disk_capacity_bytes: options.disk_capacity_bytes,
+            shared: options.shared,
+            l1_entries: None,
+            l2_records: None,
+            transit_bytes: TRANSIT_BYTES,
+            role: if options.worker { Role::Worker } else { Role::Engine },
+        })?;
+        let arena = Arc::new(Arena::new(Arc::clone(&pool)));
+        let mut engine_name = "none";
+        let mut engine_reason = None;
+        let (mut disk, mut engine) = (None, None);
+        if let Some(cache_dir) = &options.cache_dir {
+            if options.worker {
+                crate::l2::Table::new(&pool);
+            } else {
+                let store = DiskStore::open(
+                    Arc::clone(&pool),
+                    cache_dir.clone(),
+                    DiskOptions { durability: options.durability, ..DiskOptions::default() },
+                )?;
+                let opened = io::open_engine(
+                    options.io_engine,
+                    cache_dir,
+                    pool.life_fd(),
+                    Some(pool.mapping().as_ref()),
+                    &io::EngineOptions::default(),
+                )?;
+                engine_name = opened.engine.kind().name();
+                engine_reason = opened.reason;
+                store.start_scan();
+                (disk, engine) = (Some(store), Some(opened.engine));
+            }
+        }
+        let inner = Arc::new(Inner {
+            pool,
+            arena,
+            disk,
+            engine,
+            stats: Arc::new(Stats::default()),
+            checksum: options.checksum,
+            write_policy: options.write_policy,
+            closed: AtomicBool::new(false),
+        });
+        let background =
+            if options.worker { None } else { Some(Background::start(Arc::clone(&inner))?) };
+        Ok(Self { inner, background, engine_name, engine_reason })
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.inner.closed.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the cache was closed"));
+        }
+        Ok(())
+    }
+
+    /// The id of the pool, in hexadecimal; ranks on one node see the same.
+    pub fn pool_id(&self) -> String {
+        use std::fmt::Write;
+        self.inner.pool.id().iter().fold(String::new(), |mut text, byte| {
+            if write!(text, "{byte:02x}").is_err() {
+                log::error!("a String refused text");
+            }
+            text
+        })
+    }
+
+    /// The engine that reads files, and why it is not the one preferred.
+    pub fn engine(&self) -> (&'static str, Option<&str>) {
+        (self.engine_name, self.engine_reason.as_deref())
+    }
+
+    /// The pool's number for a namespace; its manifest is written for people to read. `None` when
+    /// the pool's table of namespaces is full.
+    pub fn namespace(&self, namespace: &Namespace, manifest: &str) -> Result<Option<u16>> {
+        self.check_open()?;
+        let id = self.inner.pool.intern_namespace(namespace)?;
+        if let (Some(_), Some(disk)) = (id, &self.inner.disk) {
+            disk.write_manifest(namespace, manifest)?;
+        }
+        Ok(id)
+    }
+
+    /// How many leading keys are in either tier, and how many of those are readable in memory.
+    pub fn lookup(&self, keys: &[ObjectKey]) -> (usize, usize) {
+        self.inner.lookup(keys)
+    }
+
+    /// Takes leases on the leading keys that are present, see [`Lease`]. Never waits.
+    pub fn lease(&self, keys: &[ObjectKey]) -> Result<Lease> {
+        self.check_open()?;
+        Ok(Lease::take(&self.inner, keys))
+    }
+
+    /// Makes room in memory for an object and marks it as being filled, pinned by us. `None` when it
+    /// is there already, when there is no room, or when the writer lock can't be had within `wait`.
+    pub fn reserve(&self, meta: &ObjectMeta, wait: Wait) -> Result<Option<Slot>> {
+        self.check_open()?;
+        let counters = &self.inner.stats.counters;
+        match self.inner.arena.reserve(meta, Purpose::Store, wait)? {
+            Reserve::Slot(slot) => return Ok(Some(slot)),
+            Reserve::Exists(_) => {}
+            Reserve::NoRoom => Stats::add(&counters.stores_no_room, 1),
+            Reserve::Busy => Stats::add(&counters.stores_busy, 1),
+        }
+        Ok(None)
+    }
+
+    /// Hands a filled slot over: its checksum is computed, it becomes readable, and it is written to
+    /// disk as the policy says; all in the background.
+    pub fn commit(&self, slot: Slot) -> Result<()> {
+        self.check_open()?;
+        match &self.background {
+            Some(background) => background.commit(slot),
+            None => self.inner.abandon(slot),
+        }
+        Ok(())
+    }
+
+    /// Gives a reserved slot up.
+    pub fn abandon(&self, slot: Slot) {
+        self.inner.abandon(slot);
+    }
+
+    /// Marks a chain, root first, as used now in both tiers.
+    pub fn touch(&self, keys: &[ObjectKey]) {
+        self.inner.arena.touch(keys);
+        if let Some(disk) = &self.inner.disk {
+            disk.touch(keys);
+        }
+    }
+
+    /// The memory tier, for copies.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.inner.arena
+    }
+
+    /// Counters and events.
+    pub fn stats(&self) -> &Stats {
+        &self.inner.stats
+    }
+
+    /// Gauges of both tiers and of the queues, by name.
+    pub fn gauges(&self) -> Vec<(&'static str, u64)> {
+        let mut gauges = Vec::new();
+        gauges.extend(self.inner.arena.gauges().named());
+        if let Some(disk) = &self.inner.disk {
+            gauges.extend(disk_gauges(&disk.gauges()));
+        }
+        let pool = self.inner.pool.gauges();
+        gauges.extend([
+            ("pool_file_bytes", pool.file_bytes),
+            ("pool_metadata_bytes", pool.metadata_bytes),
+            ("pool_members", u64::from(pool.members)),
+            ("pool_recoveries", pool.recoveries),
+            ("pool_members_reaped", pool.reaped),
+            ("pool_reservation_put_off", u64::from(pool.reservation_put_off)),
+        ]);
+        if let Some(engine) = &self.inner.engine {
+            gauges.push(("io_queue_depth", engine.queue_depth() as u64));
+        }
+        if let Some(background) = &self.background {
+            gauges.push(("commits_pending", background.pending() as u64));
+        }
+        gauges
+    }
+
+    /// Waits until the objects committed so far are readable and written, or skipped. `false` when
+    /// `timeout` passed first.
+    pub fn flush(&self, timeout: Duration) -> bool {
+        self.background.as_ref().is_none_or(|background| background.flush(timeout))
+    }
+
+    /// Waits until the disk index is complete. `false` when `timeout` passed first.
+    pub fn wait_scanned(&self, timeout: Duration) -> bool {
+        let deadline = std::time::Instant::now() + timeout;
+        while self.inner.disk.as_ref().is_some_and(|disk| !disk.scan_done()) {
+            if std::time::Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        true
+    }
+
+    /// Drops every object from memory that nobody pins and that need not be written first. The
+    /// number of bytes freed.
+    pub fn clear_memory(&self) -> u64 {
+        self.inner.arena.clear()
+    }
+
+    /// Writes back what is dirty for at most `drain`, ends the threads and leaves the pool.
+    /// Idempotent; leases and slots are void afterwards.
+    pub fn close(&self, drain: Duration) {
+        if self.inner.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(background) = &self.background {
+            background.drain(drain);
+            background.stop();
+        }
+        if let Some(engine) = &self.inner.engine {
+            engine.shutdown(Duration::from_secs(5));
+        }
+        if let Some(disk) = &self.inner.disk {
+            disk.close();
+        }
+        self.inner.pool.leave();
+    }
+}
+
+impl Drop for Cache {
+    fn drop(&mut self) {
+        self.close(Duration::from_secs(5));
+    }
+}
+
+impl Inner {
+    fn lookup(&self, keys: &[ObjectKey]) -> (usize, usize) {
+        let mut memory = Vec::with_capacity(keys.len());
+        self.arena.lookup(keys, &mut memory);
+        let present = |found: &Option<(Slot, SlotState)>| found.is_some();
+        let in_memory = memory.iter().take_while(|found| present(found)).count();
+        let Some(disk) = self.disk.as_ref().filter(|_| in_memory < keys.len()) else {
+            return (in_memory, in_memory);
+        };
+        let mut on_disk = Vec::with_capacity(keys.len() - in_memory);
+        disk.lookup(&keys[in_memory..], &mut on_disk);
+        let rest = memory[in_memory..]
+            .iter()
+            .zip(&on_disk)
+            .take_while(|(memory, disk)| memory.is_some() || **disk)
+            .count();
+        let extra =
+            memory[in_memory..in_memory + rest].iter().filter(|found| present(found)).count();
+        (in_memory + rest, in_memory + extra)
+    }
+
+    fn abandon(&self, slot: Slot) {
+        Stats::add(&self.stats.counters.stores_abandoned, 1);
+        self.arena.abandon(slot);
+        self.arena.unpin(slot);
+    }
+
+    fn on_disk(&self, key: &ObjectKey) -> bool {
+        let mut found = Vec::with_capacity(1);
+        if let Some(disk) = &self.disk {
+            disk.lookup(std::slice::from_ref(key), &mut found);
+        }
+        found.first() == Some(&true)
+    }
+}
+
+fn disk_gauges(disk: &L2Gauges) -> [(&'static str, u64); 11] {
+    [
+        ("disk_bytes_used", disk.bytes),
+        ("disk_objects", disk.objects),
+        ("disk_capacity_bytes", disk.capacity.unwrap_or(u64::MAX)),
+        ("disk_scan_done", u64::from(disk.scan_done)),
+        ("disk_evictions", disk.evicted),
+        ("disk_victims_leased", disk.leased_skips),
+        ("disk_leases", disk.leases),
+        ("disk_objects_missing", disk.missing),
+        ("disk_objects_damaged", disk.damaged.iter().sum()),
+        ("disk_degraded", u64::from(disk.degraded)),
+        ("disk_files_swept", disk.swept),
+    ]
+}
+
+/// CRC-64/NVME of a pinned object's payload.
+pub(crate) fn checksum_of(arena: &Arena, slot: Slot) -> u64 {
+    let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+    let mut left = arena.meta(slot).map_or(0, |meta| meta.payload_bytes);
+    for (offset, bytes) in arena.extents(slot).unwrap_or_default() {
+        let bytes = bytes.min(left);
+        left -= bytes;
+        // SAFETY: the extent belongs to a slot pinned by the caller, and is READY (its bytes never
+        // change) or FILLING with all its fillers done.
+        let run = unsafe {
+            std::slice::from_raw_parts(
+                arena.address(offset, bytes).cast_const(),
+                usize::try_from(bytes).unwrap_or_default(),
+            )
+        };
+        digest.update(run);
+    }
+    digest.finalize()
+}
