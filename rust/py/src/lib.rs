@@ -1,11 +1,34 @@
 //! Python bindings of `lakecache-core`: batches in, batches out, the GIL released around every wait.
 
+#![expect(
+    clippy::needless_pass_by_value,
+    clippy::elidable_lifetime_names,
+    reason = "the interpreter hands arguments over by value and with a lifetime"
+)]
+
+mod cache;
+mod copier;
+mod digest;
+mod error;
+mod lease;
+mod view;
+
 use pyo3::prelude::*;
 
 /// The compiled half of the package `lakecache`.
 #[pymodule(gil_used = false)]
 mod _core {
-    use super::*;
+    #[pymodule_export]
+    use super::cache::PyCache;
+    #[pymodule_export]
+    use super::copier::PyCopier;
+    #[pymodule_export]
+    use super::digest::{blake3, blake3_file, derive_keys};
+    #[pymodule_export]
+    use super::lease::PyLease;
+    #[pymodule_export]
+    use super::view::View;
+    use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

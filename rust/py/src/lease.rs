@@ -1,0 +1,67 @@
+//! `Lease`: the held prefix of a chain.
+
+use std::sync::Arc;
+
+use lakecache_core::cache::{Cache, Lease, Tier};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Leases on the leading keys of a chain that are present.
+#[pyclass(frozen, name = "Lease", module = "lakecache._core")]
+pub(crate) struct PyLease {
+    pub(crate) lease: Lease,
+    pub(crate) _cache: Arc<Cache>,
+}
+
+#[pymethods]
+impl PyLease {
+    /// How many leading keys are held; None while files are being opened.
+    fn poll(&self) -> Option<usize> {
+        self.lease.poll()
+    }
+
+    /// Settles for the leading keys held now.
+    fn settle(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.lease.settle())
+    }
+
+    /// Gives back the keys from index `count` on.
+    fn truncate(&self, py: Python<'_>, count: usize) {
+        py.detach(|| self.lease.truncate(count));
+    }
+
+    /// One byte per key: 0 memory, 1 disk.
+    fn tiers<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let tiers: Vec<_> =
+            self.lease.tiers().into_iter().map(|tier| u8::from(tier == Tier::Disk)).collect();
+        PyBytes::new(py, &tiers)
+    }
+
+    /// Gives back the keys before `first` and begins to read what is on disk.
+    fn start(&self, py: Python<'_>, first: usize) {
+        py.detach(|| self.lease.start(first));
+    }
+
+    /// (index, entry, generation) of the slots not handed out before.
+    fn slots(&self, py: Python<'_>) -> Vec<(usize, u32, u64)> {
+        py.detach(|| self.lease.slots())
+            .into_iter()
+            .map(|(index, slot)| (index, slot.entry, slot.generation))
+            .collect()
+    }
+
+    /// The lowest index that can't arrive any more.
+    fn failed(&self) -> Option<usize> {
+        self.lease.failed()
+    }
+
+    /// Gives one object back.
+    fn release(&self, py: Python<'_>, index: usize) {
+        py.detach(|| self.lease.release(index));
+    }
+
+    /// Gives everything back. Idempotent.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.lease.close());
+    }
+}
