@@ -107,19 +107,34 @@ pub fn rename_new(from: &Path, to: &Path) -> Result<bool> {
 
 /// Replaces a small file as a whole: readers see the old or the new bytes.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let failed = |error: io::Error| Error::io(format!("writing {}", path.display()), error);
+    /// A sweep of left-over temporaries can only win before the lock is taken.
+    const ATTEMPTS: usize = 4;
+    let mut result = replace_once(path, bytes);
+    for _ in 1..ATTEMPTS {
+        match &result {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            _ => break,
+        }
+        result = replace_once(path, bytes);
+    }
+    result.map_err(|error| Error::io(format!("writing {}", path.display()), error))
+}
+
+fn replace_once(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let random: [u8; 8] = super::file::random_bytes();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = path.with_file_name(format!(".{name}.{:016x}.tmp", u64::from_le_bytes(random)));
-    let file = create_new(&temporary, false).map_err(failed)?;
+    let file = create_new(&temporary, false)?;
+    // A scan removes temporaries that nobody has locked.
+    super::lock::flock_exclusive(&file).map_err(io::Error::other)?;
     let written = super::file::pwrite_all(&file, bytes, 0)
         .and_then(|()| rustix::fs::fdatasync(&file).map_err(io::Error::from))
         .and_then(|()| fs::rename(&temporary, path));
-    written.map_err(|error| {
+    if written.is_err() {
         let left = super::file::unlink(&temporary);
         log::debug!("the temporary of {name} is gone: {left:?}");
-        failed(error)
-    })
+    }
+    written
 }
 
 /// A whole file; `None` where there is none, or it is longer than `most`.
