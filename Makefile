@@ -44,7 +44,7 @@ build: setup ## Build the extension module (release) into .venv
 
 demo: build models ## See a prompt restored after a restart, on any machine
 	@$(BIN)/python examples/demo.py
-	@$(BIN)/python examples/restart_demo.py
+	@$(BIN)/python examples/main_demo.py
 
 test: lint build stubtest test-rust test-python ## Everything that has to pass before a change lands
 

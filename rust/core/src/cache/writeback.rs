@@ -14,6 +14,9 @@ use crate::{Error, Result};
 /// How often the write-back thread looks for dirty objects that other members left behind.
 const RESCAN: Duration = Duration::from_millis(500);
 
+/// How often a member looks for others that died, whose slots and pins are then freed.
+const REAP: Duration = Duration::from_secs(2);
+
 /// How long write-back gives way to loads at most, per object.
 const YIELD_TO_LOADS: Duration = Duration::from_millis(200);
 
@@ -134,20 +137,33 @@ impl Background {
 
 fn commit_loop(shared: &Shared) {
     let inner = &shared.inner;
+    let mut reaped = Instant::now();
     loop {
+        if reaped.elapsed() >= REAP {
+            inner.pool.reap_dead();
+            reaped = Instant::now();
+        }
         let slot = {
             let mut queue = shared.lock();
             loop {
                 if let Some(slot) = queue.commits.pop_front() {
                     queue.in_progress += 1;
-                    break slot;
+                    break Some(slot);
                 }
                 if shared.stopping.load(Ordering::Acquire) {
                     return;
                 }
-                queue = shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                if reaped.elapsed() >= REAP {
+                    break None;
+                }
+                let (guard, _) = shared
+                    .changed
+                    .wait_timeout(queue, REAP)
+                    .unwrap_or_else(PoisonError::into_inner);
+                queue = guard;
             }
         };
+        let Some(slot) = slot else { continue };
         publish(inner, slot);
         let mut queue = shared.lock();
         queue.in_progress -= 1;
