@@ -7,4 +7,4 @@ if [ ! -e python/lakecache/_core.pyi ]; then
     exit 0
 fi
 exec "${VIRTUAL_ENV:-$PWD/.venv}/bin/python" -m mypy.stubtest lakecache._core \
-    --concise --ignore-disjoint-bases --allowlist scripts/stubtest_allowlist.txt
+    --concise --ignore-disjoint-bases
