@@ -214,10 +214,9 @@ class SchedulerHalf:
             tracked.asked = tracked.asked or now
             if now - tracked.asked < OPEN_SECONDS:
                 return None, False
-            # The disk is slow: take what is in memory, or compute.
+            # The disk is slow: take what is held by now, or compute.
             self.counts["open_timeouts"] += 1
-            tracked.lease.truncate(tracked.in_memory)
-            held = tracked.lease.poll() or 0
+            held = tracked.lease.settle()
         end = min((first + held) * self.chunk, cap)
         # Less than a block is computed faster than it is loaded, and is what remains of a prompt
         # that the GPU holds up to its last block.

@@ -168,6 +168,13 @@ class Lease:
             return None
         return len(self.keys)
 
+    def settle(self) -> int:
+        held = len(self.keys)
+        if self.pending:
+            held = next((index for index, disk in enumerate(self.disk) if disk), held)
+        self.truncate(held)
+        return held
+
     def truncate(self, n: int) -> None:
         for index in [index for index in self.held if index >= n]:
             self.release(index)
