@@ -10,7 +10,7 @@ mod lease;
 mod stats;
 mod writeback;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::io::{self, Engine, EngineChoice};
 use crate::l1::{Arena, ObjectMeta, Purpose, Reserve, Slot, SlotState};
 use crate::l2::{DiskOptions, DiskStore, Durability, L2Gauges};
 use crate::pool::{Pool, PoolOptions, Role, Wait};
-use crate::{Error, ErrorKind, Namespace, ObjectKey, Result};
+use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 use writeback::Background;
 
 /// When an object goes to disk.
@@ -62,6 +62,9 @@ pub struct CacheOptions {
     /// A worker maps the pool to copy to and from it and does no I/O.
     pub worker: bool,
 }
+
+/// The share of the disk's file system that stays free: one part in this many.
+const FREE_SPACE_RESERVE: u64 = 100;
 
 /// Transit area of a cache without memory tier.
 const TRANSIT_BYTES: u64 = 256 << 20;
@@ -113,7 +116,10 @@ impl Cache {
                 let store = DiskStore::open(
                     Arc::clone(&pool),
                     cache_dir.clone(),
-                    DiskOptions { durability: options.durability, ..DiskOptions::default() },
+                    DiskOptions {
+                        durability: options.durability,
+                        reserve_bytes: free_space_reserve(cache_dir),
+                    },
                 )?;
                 let opened = io::open_engine(
                     options.io_engine,
@@ -344,6 +350,18 @@ impl Inner {
             disk.lookup(std::slice::from_ref(key), &mut found);
         }
         found.first() == Some(&true)
+    }
+}
+
+/// Bytes of the file system that are left free for others.
+fn free_space_reserve(cache_dir: &Path) -> u64 {
+    let space = sys::file::create_dirs(cache_dir).and_then(|()| sys::limits::fs_space(cache_dir));
+    match space {
+        Ok(space) => space.total / FREE_SPACE_RESERVE,
+        Err(error) => {
+            log::debug!("no reserve of free space: {error}");
+            0
+        }
     }
 }
 
