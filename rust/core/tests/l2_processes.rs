@@ -123,8 +123,13 @@ fn spawn(test: &str, mode: &str, dir: &Path) -> Child {
         .expect("a child")
 }
 
+/// What this process is to do as a child. It ends with the test that started it, however that ends.
 fn child() -> Option<(String, PathBuf)> {
-    Some((std::env::var(MODE).ok()?, std::env::var_os(DIR)?.into()))
+    let what = (std::env::var(MODE).ok()?, std::env::var_os(DIR)?.into());
+    // SAFETY: a plain system call.
+    let status = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    assert_eq!(status, 0, "children must not outlive their test");
+    Some(what)
 }
 
 /// Stores and reads at random until it is killed.
