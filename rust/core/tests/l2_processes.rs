@@ -20,6 +20,7 @@ use lakecache_core::pool::{Pool, PoolOptions, Wait};
 use lakecache_core::{Error, ErrorKind, Namespace, ObjectKey, sys};
 
 const MODE: &str = "LAKECACHE_TEST_L2_CHILD";
+const PARENT: &str = "LAKECACHE_TEST_L2_PARENT";
 const DIR: &str = "LAKECACHE_TEST_L2_DIR";
 const NAMESPACE: Namespace = Namespace([3; 32]);
 const KEYS: u64 = 60;
@@ -112,15 +113,36 @@ fn bytes_of(files: &[(PathBuf, u64)]) -> u64 {
     files.iter().map(|(_, bytes)| bytes).sum()
 }
 
-fn spawn(test: &str, mode: &str, dir: &Path) -> Child {
+/// A child that ends with whoever holds this.
+struct Worker(Child);
+
+impl Worker {
+    fn kill(&mut self) {
+        self.0.kill().expect("our child");
+        self.0.wait().expect("our child");
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // A child that was waited for is left alone by both.
+        let ended = self.0.kill().and_then(|()| self.0.wait());
+        if let Err(error) = ended {
+            eprintln!("a child may be left: {error}");
+        }
+    }
+}
+
+fn spawn(test: &str, mode: &str, dir: &Path) -> Worker {
     let binary = std::env::current_exe().expect("this binary");
-    Command::new(binary)
+    let child = Command::new(binary)
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
         .env(MODE, mode)
         .env(DIR, dir)
+        .env(PARENT, std::process::id().to_string())
         .stdout(Stdio::null())
-        .spawn()
-        .expect("a child")
+        .spawn();
+    Worker(child.expect("a child"))
 }
 
 /// What this process is to do as a child. It ends with the test that started it, however that ends.
@@ -129,6 +151,9 @@ fn child() -> Option<(String, PathBuf)> {
     // SAFETY: a plain system call.
     let status = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     assert_eq!(status, 0, "children must not outlive their test");
+    // It may have ended before the call.
+    let parent = std::os::unix::process::parent_id().to_string();
+    assert_eq!(std::env::var(PARENT).ok()?, parent, "the test is over");
     Some(what)
 }
 
@@ -164,7 +189,7 @@ fn the_limit_holds_at_every_sample_and_kills_leave_nothing_behind() {
     let temporary = tempfile::tempdir().expect("a directory");
     let dir = temporary.path();
     let (pool, store) = open(dir);
-    let mut children: Vec<Child> = (1..=2).map(|n| spawn(TEST, &n.to_string(), dir)).collect();
+    let mut children: Vec<Worker> = (1..=2).map(|n| spawn(TEST, &n.to_string(), dir)).collect();
     let (mut samples, mut most, mut seed) = (0, 0, 100_u64);
     let mut lease = None;
     while samples < 300 || children.len() < 2 {
@@ -184,9 +209,8 @@ fn the_limit_holds_at_every_sample_and_kills_leave_nothing_behind() {
         }
         if samples % 40 == 20 {
             let mut victim = children.remove(0);
-            assert_eq!(victim.try_wait().expect("a child"), None, "a child ended by itself");
-            victim.kill().expect("our child");
-            victim.wait().expect("our child");
+            assert_eq!(victim.0.try_wait().expect("a child"), None, "a child ended by itself");
+            victim.kill();
             pool.reap_dead();
             seed += 1;
             children.push(spawn(TEST, &seed.to_string(), dir));
@@ -195,10 +219,7 @@ fn the_limit_holds_at_every_sample_and_kills_leave_nothing_behind() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(most > LIMIT / 2, "only {most} bytes were ever there");
-    for mut victim in children {
-        victim.kill().expect("our child");
-        victim.wait().expect("our child");
-    }
+    children.iter_mut().for_each(Worker::kill);
     drop(lease);
     pool.reap_dead();
     settled(dir, &store);
@@ -271,7 +292,7 @@ fn a_directory_without_write_permission_is_a_clear_error() {
         std::os::unix::fs::chown(&dir, Some(65534), Some(65534)).expect("root");
     }
     let mut child = spawn(TEST, if root { "nobody" } else { "us" }, &dir);
-    assert!(child.wait().expect("a child").success());
+    assert!(child.0.wait().expect("a child").success());
 }
 
 /// A file system of its own, unmounted on drop.
