@@ -23,9 +23,9 @@ class StepPlan(KVConnectorMetadata):
     """Scheduler to workers: loads to begin, chunks that may be copied now, stores to make.
 
     - `loads`: (load, request id, number of chunks to expect)
-    - `chunks`: (load, index, entry, generation, leading blocks to leave out, block ids)
+    - `chunks`: (load, index, kind, entry, generation, block ids; 0 for blocks to leave out)
     - `failed`: loads of which no further chunk will come
-    - `stores`: (job, entry, generation, block ids)
+    - `stores`: (job, kind, entry, generation, block ids)
     """
 
     __slots__ = ("chunks", "failed", "loads", "stores")
@@ -35,7 +35,7 @@ class StepPlan(KVConnectorMetadata):
         self.loads: list[tuple[int, str, int]] = []
         self.chunks: list[tuple[int, int, int, int, int, bytes]] = []
         self.failed: list[int] = []
-        self.stores: list[tuple[int, int, int, bytes]] = []
+        self.stores: list[tuple[int, int, int, int, bytes]] = []
 
     def __bool__(self) -> bool:
         """Whether a worker has anything to do."""

@@ -4,7 +4,8 @@ vLLM gives each worker one allocation. Layer `l` of block `b` starts at
 `base + offset + l * layer_stride + b * block_stride`; its page is one contiguous run of bytes in
 the layouts accepted here. Nothing inside a page is looked at: pages are opaque.
 
-One rank's part of an object is: for each layer, for each block of the chunk, the page.
+One rank's part of an object is described by an `ObjectShape`: a table of rows, each of which is a
+run of bytes in the part and, for a given block, in the allocation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["LAYOUTS", "Fragments", "PageTable", "layer_specs"]
+__all__ = ["LAYOUTS", "Fragments", "Layer", "ObjectShape", "PageTable", "layer_specs"]
 
 # The layouts whose pages are contiguous: layer and block are the two outer dimensions.
 LAYOUTS = frozenset({"LBNHC", "LBHNC", "BLNHC", "BLHNC"})
@@ -41,6 +42,92 @@ class Fragments(NamedTuple):
     fragment_bytes: int
 
 
+class Row(NamedTuple):
+    """A run of `size` bytes: at `offset` of the part, and at `base + ids[slot] * stride`."""
+
+    base: int
+    stride: int
+    size: int
+    offset: int
+    slot: int
+
+
+class ObjectShape:
+    """How one rank's part of an object maps onto pages, given a vector of block ids.
+
+    `bases`, `strides`, `sizes` and `offsets` (uint64) and `slots` (int64) are arrays with one
+    element per row. Rows follow each other in the part without gaps. Block id 0 is vLLM's null
+    block; rows of such a slot are left out.
+    """
+
+    def __init__(self, rows: list[Row], *, slot_count: int, num_blocks: int) -> None:
+        """Make the table; neighbours that are contiguous in both places become one row."""
+        import numpy as np
+
+        rows = _merged(rows)
+        self.slot_count = slot_count
+        self.num_blocks = num_blocks
+        self.part_bytes = sum(row.size for row in rows)
+        self.bases, self.strides, self.sizes, self.offsets = (
+            np.array([row[field] for row in rows], dtype=np.uint64) for field in range(4)
+        )
+        self.slots = np.array([row.slot for row in rows], dtype=np.int64)
+        ends = self.offsets + self.sizes
+        # Whether the next row goes on where this one ends, with pieces of the same size.
+        self._joined = (ends[:-1] == self.offsets[1:]) & (self.sizes[:-1] == self.sizes[1:])
+
+    def check(self, ids: bytes, *, whole: bool) -> Any:
+        """Give the packed 32-bit block ids as an array.
+
+        Raises:
+            ValueError: they are too many, too few, outside the cache, or (for a `whole` object)
+                one of them is the null block.
+        """
+        import numpy as np
+
+        blocks = np.frombuffer(ids, dtype=np.int32)
+        if len(blocks) != self.slot_count:
+            raise ValueError(f"{len(blocks)} blocks for an object of {self.slot_count}")
+        low = int(blocks.min())
+        if low < 0 or int(blocks.max()) >= self.num_blocks or not blocks.any():
+            raise ValueError("a block id lies outside the KV cache")
+        if whole and low == 0:
+            raise ValueError("a block of an object to be stored is the null block")
+        return blocks
+
+    def fragments(self, blocks: Any) -> Iterator[Fragments]:
+        """Map the object to memory: the longest runs of equal pieces, without null blocks."""
+        import numpy as np
+
+        ids = blocks.astype(np.uint64)[self.slots]
+        addresses = self.bases + ids * self.strides
+        there = ids != 0
+        together = self._joined & (there[:-1] == there[1:])
+        begin = 0
+        for end in [*(np.flatnonzero(~together) + 1).tolist(), len(ids)]:
+            if there[begin]:
+                yield Fragments(
+                    int(self.offsets[begin]), addresses[begin:end], int(self.sizes[begin])
+                )
+            begin = end
+
+
+def _merged(rows: list[Row]) -> list[Row]:
+    merged: list[Row] = []
+    for row in rows:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (last.slot, last.stride) == (row.slot, row.stride)
+            and last.base + last.size == row.base
+            and last.offset + last.size == row.offset
+        ):
+            merged[-1] = last._replace(size=last.size + row.size)
+        else:
+            merged.append(row)
+    return merged
+
+
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, Any]]:
     """Name and spec of each layer of the only group, in the order of the allocation."""
     group = kv_cache_config.kv_cache_groups[0]
@@ -59,10 +146,7 @@ class PageTable:
     """Addresses of every layer's pages, computed once when vLLM registers its caches."""
 
     def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        kv_caches: Mapping[str, torch.Tensor],
-        blocks_per_chunk: int,
+        self, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
     ) -> None:
         """Compute the table; ConfigError says in one sentence why a layout is refused."""
         layout = kv_cache_config.kv_cache_layout
@@ -72,8 +156,8 @@ class PageTable:
                 f"LakeCache works with {', '.join(sorted(LAYOUTS))}"
             )
         specs = dict(layer_specs(kv_cache_config))
-        self.blocks_per_chunk = blocks_per_chunk
         self.num_blocks = kv_cache_config.num_blocks
+        self.block_outside = layout.startswith("B")
         self.layers: list[Layer] = []
         for placed in kv_cache_config.kv_cache_tensors:
             for position, name in enumerate(placed.layers):
@@ -94,34 +178,19 @@ class PageTable:
         if {layer.name for layer in self.layers} != set(specs) or not self.layers:
             raise ConfigError("not every layer of the KV cache group has a place in the allocation")
 
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of this rank in one object."""
-        return sum(layer.page_bytes for layer in self.layers) * self.blocks_per_chunk
+    def chunk_shape(self, blocks_per_chunk: int) -> ObjectShape:
+        """The shape of a chunk: all layers of `blocks_per_chunk` blocks, in the layout's order.
 
-    def fragments(self, block_ids: bytes, *, skip: int = 0) -> Iterator[Fragments]:
-        """Map a chunk, less its first `skip` blocks, to memory.
-
-        Without `skip`, neighbouring layers with equal pages make one run. With it, each layer is
-        a run of its own, because the bytes left out lie between them.
+        With the block outside, all layers of a block lie together, in memory as in the object.
         """
-        import numpy as np
-
-        blocks = np.frombuffer(block_ids, dtype=np.uint32).astype(np.uint64)
-        if len(blocks) != self.blocks_per_chunk - skip or not len(blocks):
-            raise ValueError(f"{len(blocks)} blocks for a chunk of {self.blocks_per_chunk}")
-        if int(blocks.max()) >= self.num_blocks or int(blocks.min()) == 0:
-            raise ValueError("a block id lies outside the KV cache")
-        offset = 0
-        run: list[Any] = []
-        run_start = 0
-        for position, layer in enumerate(self.layers):
-            pages = np.uint64(layer.address) + blocks * np.uint64(layer.stride)
-            if not run:
-                run_start = offset + skip * layer.page_bytes
-            run.append(pages)
-            offset += layer.page_bytes * self.blocks_per_chunk
-            last = position + 1 == len(self.layers)
-            if skip or last or self.layers[position + 1].page_bytes != layer.page_bytes:
-                yield Fragments(run_start, np.concatenate(run), layer.page_bytes)
-                run = []
+        blocks = range(blocks_per_chunk)
+        places = (
+            [(layer, slot) for slot in blocks for layer in self.layers]
+            if self.block_outside
+            else [(layer, slot) for layer in self.layers for slot in blocks]
+        )
+        rows, offset = [], 0
+        for layer, slot in places:
+            rows.append(Row(layer.address, layer.stride, layer.page_bytes, offset, slot))
+            offset += layer.page_bytes
+        return ObjectShape(rows, slot_count=blocks_per_chunk, num_blocks=self.num_blocks)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lakecache import identity
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
 from lakecache._records import Load, Space, Store, Tracked
-from lakecache._support import chunk_geometry
+from lakecache._support import KIND_CHUNK, chunk_geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +40,6 @@ __all__ = ["SchedulerHalf"]
 
 log = logging.getLogger("vllm.lakecache")
 
-KIND_CHUNK = 0
 KEY_BYTES = 32
 # How long a request may be told to ask again while files are opened.
 OPEN_SECONDS = 1.0
@@ -369,8 +368,8 @@ class SchedulerHalf:
             if load.failed:
                 continue
             for index, entry, generation in load.lease.slots():
-                skip, ids = self._chunk_blocks(load, index)
-                plan.chunks.append((load.ident, index, entry, generation, skip, ids))
+                ids = self._chunk_blocks(load, index)
+                plan.chunks.append((load.ident, index, KIND_CHUNK, entry, generation, ids))
                 load.moved = now
             stalled = now - load.moved > STALL_SECONDS
             if stalled or load.lease.failed() is not None:
@@ -378,11 +377,12 @@ class SchedulerHalf:
                 self.fail_load(request_id)
         plan.failed, self._doomed = self._doomed, []
 
-    def _chunk_blocks(self, load: Load, index: int) -> tuple[int, bytes]:
+    def _chunk_blocks(self, load: Load, index: int) -> bytes:
+        """Give the blocks of a chunk; those that the GPU holds already are left out (0)."""
         begin = (load.first + index) * self.chunk
-        skip = max(0, load.local - begin) // self.block
-        ids = load.ids[begin // self.block + skip : (begin + self.chunk) // self.block]
-        return skip, array("I", ids).tobytes()
+        held = min(max(0, load.local - begin), self.chunk) // self.block
+        ids = load.ids[begin // self.block + held : (begin + self.chunk) // self.block]
+        return array("i", [0] * held + list(ids)).tobytes()
 
     def _plan_stores(self, plan: StepPlan, output: SchedulerOutput) -> None:
         for request_id, tracked in list(self._saving.items()):
@@ -453,7 +453,7 @@ class SchedulerHalf:
         job = next(self._idents)
         self._stores[job] = Store(*slot, blocks)
         self._pinned_blocks += len(blocks)
-        plan.stores.append((job, *slot, array("I", ids).tobytes()))
+        plan.stores.append((job, KIND_CHUNK, *slot, array("i", ids).tobytes()))
         self.counts["stores"] += 1
 
     # What came back

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["chunk_geometry", "declined_reason", "platform_declined"]
+__all__ = ["KIND_CHUNK", "chunk_geometry", "declined_reason", "platform_declined"]
+
+# What an object holds; part of its key and of its file's header.
+KIND_CHUNK = 0
 
 # Speculative methods that keep no KV of their own in the cache.
 PLAIN_SPECULATION = {"ngram", "ngram_gpu", "suffix"}

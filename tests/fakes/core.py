@@ -129,6 +129,16 @@ class Cache:
     def touch(self, keys: bytes) -> None:
         self.pool.touched += split(keys)
 
+    def pin(self, entry: int, generation: int) -> bool:
+        slot = self.pool.slots.get(entry)
+        if slot is None:
+            return False
+        slot.pins += 1
+        return True
+
+    def unpin(self, entry: int, generation: int) -> None:
+        self.pool.slots[entry].pins -= 1
+
     def copier(self, threads: int) -> Copier:
         return Copier(self.pool)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lakecache._pages import PageTable
+from lakecache._pages import Fragments, ObjectShape, PageTable
 from lakecache.errors import ConfigError
 
 pytest.importorskip("numpy")
@@ -38,16 +38,24 @@ def table(layout: str, pages: tuple[int, ...] = (PAGE, PAGE), size: int | None =
     )
     storage = SimpleNamespace(data_ptr=lambda: BASE, nbytes=lambda: size)
     tensor: Any = SimpleNamespace(untyped_storage=lambda: storage)
-    return PageTable(config, dict.fromkeys(group.layer_names, tensor), 2)
+    return PageTable(config, dict.fromkeys(group.layer_names, tensor))
+
+
+def shape(layout: str, pages: tuple[int, ...] = (PAGE, PAGE)) -> ObjectShape:
+    return table(layout, pages).chunk_shape(2)
+
+
+def runs(of: ObjectShape, *blocks: int) -> list[Fragments]:
+    return list(of.fragments(of.check(ids(*blocks), whole=False)))
 
 
 def ids(*blocks: int) -> bytes:
-    return array("I", blocks).tobytes()
+    return array("i", blocks).tobytes()
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
 def test_layer_outside(layout: str) -> None:
-    (run,) = table(layout).fragments(ids(3, 5))
+    (run,) = runs(shape(layout), 3, 5)
     assert (run.offset, run.fragment_bytes) == (0, PAGE)
     second = BLOCKS * PAGE
     assert [int(a) - BASE for a in run.addresses] == [
@@ -56,25 +64,31 @@ def test_layer_outside(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["BLNHC", "BLHNC"])
-def test_block_outside(layout: str) -> None:
-    (run,) = table(layout).fragments(ids(3, 5))
-    assert [int(a) - BASE for a in run.addresses] == [
-        6 * PAGE, 10 * PAGE, 7 * PAGE, 11 * PAGE,
-    ]  # fmt: skip
+def test_block_outside_makes_whole_blocks(layout: str) -> None:
+    (run,) = runs(shape(layout), 3, 5)
+    assert (run.offset, run.fragment_bytes) == (0, 2 * PAGE)
+    assert [int(a) - BASE for a in run.addresses] == [6 * PAGE, 10 * PAGE]
 
 
-def test_leading_blocks_left_out_and_unequal_pages() -> None:
-    one, two = table("LBNHC").fragments(ids(5), skip=1)
+def test_blocks_left_out_and_unequal_pages() -> None:
+    one, two = runs(shape("LBNHC"), 0, 5)
     assert (one.offset, two.offset) == (PAGE, 3 * PAGE)
-    mixed = list(table("LBNHC", (PAGE, 2 * PAGE)).fragments(ids(1, 2)))
-    assert [(run.offset, run.fragment_bytes) for run in mixed] == [(0, PAGE), (2 * PAGE, 2 * PAGE)]
-    assert table("LBNHC", (PAGE, 2 * PAGE)).part_bytes == 6 * PAGE
+    mixed = shape("LBNHC", (PAGE, 2 * PAGE))
+    assert [(run.offset, run.fragment_bytes) for run in runs(mixed, 1, 2)] == [
+        (0, PAGE), (2 * PAGE, 2 * PAGE),
+    ]  # fmt: skip
+    assert mixed.part_bytes == 6 * PAGE
 
 
-@pytest.mark.parametrize("blocks", [(1,), (1, 2, 3), (0, 1), (1, BLOCKS)])
+@pytest.mark.parametrize("blocks", [(1,), (1, 2, 3), (0, 0), (1, BLOCKS), (-1, 1)])
 def test_wrong_blocks(blocks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="block"):
-        list(table("LBNHC").fragments(ids(*blocks)))
+        shape("LBNHC").check(ids(*blocks), whole=False)
+
+
+def test_an_object_to_be_stored_has_all_its_blocks() -> None:
+    with pytest.raises(ValueError, match="null block"):
+        shape("LBNHC").check(ids(0, 1), whole=True)
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
