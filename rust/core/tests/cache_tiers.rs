@@ -283,3 +283,31 @@ fn a_flipped_bit_on_disk_is_a_miss_and_counted() {
         assert_eq!(read_all(&cache, &lease, 100_000).len(), 3);
     });
 }
+
+#[test]
+fn the_bytes_in_memory_are_checked_against_their_checksum() {
+    watched(|| {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
+        options.cache_dir = None;
+        let cache = open(&options);
+        put(&cache, 0, 100_001);
+        let unfilled = cache.reserve(&meta(&cache, 1, 5000), Wait::Within(LONG)).unwrap();
+        assert!(cache.flush(LONG));
+        let mut found = Vec::new();
+        cache.arena().lookup(&keys(1), &mut found);
+        let slot = found[0].expect("it is in memory").0;
+        assert!(cache.checksum_ok(slot));
+        assert!(!cache.checksum_ok(unfilled.expect("room")), "not readable yet");
+        let (address, bytes) = *cache.arena().spans(slot).unwrap().last().unwrap();
+        // SAFETY: the last byte of an object that nobody else knows in this private directory.
+        unsafe { *address.add(usize::try_from(bytes).unwrap() - 1) ^= 1 };
+        assert!(!cache.checksum_ok(slot));
+        assert!(cache.clear_memory() > 0);
+        assert!(!cache.checksum_ok(slot), "gone");
+        let reserved = cache.pieces().into_iter().filter(|piece| piece.2).map(|piece| piece.1);
+        let gauges = cache.gauges();
+        let gauge = gauges.iter().find(|gauge| gauge.0 == "memory_bytes_reserved").unwrap().1;
+        assert_eq!(reserved.sum::<u64>(), gauge);
+    });
+}

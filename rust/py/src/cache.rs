@@ -11,7 +11,7 @@ use lakecache_core::l2::Durability;
 use lakecache_core::pool::Wait;
 use lakecache_core::{Namespace, ObjectKey};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMemoryView};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 
 use crate::copier::PyCopier;
 use crate::digest::{parse_digest, parse_keys};
@@ -42,6 +42,14 @@ pub(crate) fn seconds(value: f64) -> Duration {
     } else {
         Duration::ZERO
     })
+}
+
+fn state_code(state: SlotState) -> u8 {
+    match state {
+        SlotState::Filling => 0,
+        SlotState::Ready => 1,
+        SlotState::Gone => 2,
+    }
 }
 
 #[pymethods]
@@ -193,11 +201,37 @@ impl PyCache {
 
     /// 0 filling, 1 readable, 2 gone.
     fn state(&self, entry: u32, generation: u64) -> u8 {
-        match self.cache.arena().state(Slot { entry, generation }) {
-            SlotState::Filling => 0,
-            SlotState::Ready => 1,
-            SlotState::Gone => 2,
-        }
+        state_code(self.cache.arena().state(Slot { entry, generation }))
+    }
+
+    /// The states of many slots, given as (entry, generation): one byte for each, as in `state`.
+    fn states<'py>(&self, py: Python<'py>, slots: Vec<(u32, u64)>) -> Bound<'py, PyBytes> {
+        let state = |(entry, generation)| self.cache.arena().state(Slot { entry, generation });
+        let states: Vec<_> = slots.into_iter().map(|slot| state_code(state(slot))).collect();
+        PyBytes::new(py, &states)
+    }
+
+    /// (address in this process, bytes, whether it has memory by now) of each piece of the pool's data
+    /// area, in order. No span of an object crosses from one to another. The addresses stay valid
+    /// while this object lives.
+    fn pieces(&self) -> Vec<(usize, u64, bool)> {
+        let exposed = |(address, bytes, reserved): (*mut u8, _, _)| {
+            (address.expose_provenance(), bytes, reserved)
+        };
+        self.cache.pieces().into_iter().map(exposed).collect()
+    }
+
+    /// (address in this process, bytes) of each run of an object's payload, in order; together they
+    /// are the payload. Empty where the object is gone. They hold while the caller has it pinned.
+    fn spans(&self, entry: u32, generation: u64) -> Vec<(usize, u64)> {
+        let spans = self.cache.arena().spans(Slot { entry, generation }).unwrap_or_default();
+        spans.into_iter().map(|(address, bytes)| (address.expose_provenance(), bytes)).collect()
+    }
+
+    /// Whether a readable object's bytes in memory have the checksum they were published with. False
+    /// as well where it is gone or not readable yet.
+    fn checksum_ok(&self, py: Python<'_>, entry: u32, generation: u64) -> bool {
+        py.detach(|| self.cache.checksum_ok(Slot { entry, generation }))
     }
 
     /// The payload of an object, one memoryview per extent, in order; writable while it is being

@@ -28,18 +28,15 @@ impl View {
     ) -> PyResult<Vec<Py<PyMemoryView>>> {
         let arena = cache.arena();
         let writable = matches!(arena.state(slot), SlotState::Filling);
-        let mut left = arena.meta(slot).map_or(0, |meta| meta.payload_bytes);
         let mut views = Vec::new();
-        for (offset, bytes) in arena.extents(slot).unwrap_or_default() {
-            let bytes = bytes.min(left);
-            left -= bytes;
-            if bytes == 0 || !arena.pin(slot) {
+        for (address, bytes) in arena.spans(slot).unwrap_or_default() {
+            if !arena.pin(slot) {
                 break;
             }
             let view = Self {
                 cache: Arc::clone(cache),
                 slot,
-                address: arena.address(offset, bytes).expose_provenance(),
+                address: address.expose_provenance(),
                 bytes: usize::try_from(bytes)?,
                 writable,
             };

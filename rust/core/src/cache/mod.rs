@@ -232,6 +232,31 @@ impl Cache {
         }
     }
 
+    /// Address in this process, length and whether it has memory by now, of each piece of the memory
+    /// tier. No run of an object's bytes crosses from one to another.
+    pub fn pieces(&self) -> Vec<(*mut u8, u64, bool)> {
+        let pool = &self.inner.pool;
+        (0..pool.pieces())
+            .map(|piece| {
+                let (address, bytes) = pool.piece(piece);
+                (address, bytes, pool.piece_reserved(piece))
+            })
+            .collect()
+    }
+
+    /// Whether a readable object's bytes in memory have the checksum they were published with; false
+    /// as well where the object is gone or not readable yet.
+    pub fn checksum_ok(&self, slot: Slot) -> bool {
+        let arena = &self.inner.arena;
+        if !arena.pin(slot) {
+            return false;
+        }
+        let sound = arena.state(slot) == SlotState::Ready
+            && arena.checksum(slot) == Some(checksum_of(arena, slot));
+        arena.unpin(slot);
+        sound
+    }
+
     /// The memory tier, for copies.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.inner.arena
@@ -384,18 +409,11 @@ fn disk_gauges(disk: &L2Gauges) -> [(&'static str, u64); 11] {
 /// CRC-64/NVME of a pinned object's payload.
 pub(crate) fn checksum_of(arena: &Arena, slot: Slot) -> u64 {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-    let mut left = arena.meta(slot).map_or(0, |meta| meta.payload_bytes);
-    for (offset, bytes) in arena.extents(slot).unwrap_or_default() {
-        let bytes = bytes.min(left);
-        left -= bytes;
-        // SAFETY: the extent belongs to a slot pinned by the caller, and is READY (its bytes never
+    for (address, bytes) in arena.spans(slot).unwrap_or_default() {
+        let bytes = usize::try_from(bytes).unwrap_or_default();
+        // SAFETY: the run belongs to a slot pinned by the caller, and is READY (its bytes never
         // change) or FILLING with all its fillers done.
-        let run = unsafe {
-            std::slice::from_raw_parts(
-                arena.address(offset, bytes).cast_const(),
-                usize::try_from(bytes).unwrap_or_default(),
-            )
-        };
+        let run = unsafe { std::slice::from_raw_parts(address.cast_const(), bytes) };
         digest.update(run);
     }
     digest.finalize()

@@ -249,19 +249,14 @@ fn write(inner: &Inner, slot: Slot) {
         return;
     }
     let mut on_disk = false;
-    if let (Some(meta), Some(checksum), Some(extents)) =
-        (arena.meta(slot), arena.checksum(slot), arena.extents(slot))
+    if let (Some(meta), Some(checksum), Some(spans)) =
+        (arena.meta(slot), arena.checksum(slot), arena.spans(slot))
         && let Some(namespace) = inner.pool.namespace(meta.namespace)
     {
-        let mut left = meta.payload_bytes;
-        let segments: Vec<_> = extents
+        let segments: Vec<_> = spans
             .iter()
-            .map(|&(offset, bytes)| {
-                let bytes = bytes.min(left);
-                left -= bytes;
-                // SAFETY: the object is READY and pinned: its bytes are there and don't change.
-                unsafe { Segment::new(arena.address(offset, bytes), bytes) }
-            })
+            // SAFETY: the object is READY and pinned: its bytes are there and don't change.
+            .map(|&(address, bytes)| unsafe { Segment::new(address, bytes) })
             .collect();
         let info = ObjectInfo {
             key: meta.key,

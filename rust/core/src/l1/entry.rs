@@ -264,6 +264,10 @@ impl Entry {
         self.extents.iter().map(load).take_while(|extent| extent.pages > 0)
     }
 
+    pub(super) fn payload_bytes(&self) -> u64 {
+        self.payload_bytes.load(Ordering::Relaxed)
+    }
+
     /// Pages of all extents.
     pub(super) fn pages(&self) -> u64 {
         self.extents().map(|extent| extent.pages).sum()

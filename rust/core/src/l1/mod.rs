@@ -293,6 +293,23 @@ impl Arena {
         })
     }
 
+    /// Address in this process and length of each run of the payload, in order. Valid while the
+    /// caller has the object pinned.
+    pub fn spans(&self, slot: Slot) -> Option<Vec<(*mut u8, u64)>> {
+        self.read(slot, |entry| {
+            let base = self.pool.data_offset();
+            let mut left = entry.payload_bytes();
+            entry
+                .extents()
+                .map(|extent| {
+                    let bytes = left.min(extent.pages * PAGE_BYTES);
+                    left -= bytes;
+                    (self.address(base + extent.first * PAGE_BYTES, bytes), bytes)
+                })
+                .collect()
+        })
+    }
+
     /// What the object is.
     pub fn meta(&self, slot: Slot) -> Option<ObjectMeta> {
         self.read(slot, Entry::meta)

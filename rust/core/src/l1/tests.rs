@@ -77,6 +77,36 @@ fn an_object_is_found_from_publication_to_eviction() {
 }
 
 #[test]
+fn spans_are_the_payload_and_lie_in_one_piece_each() {
+    let arena = arena(8 * MIB, 64);
+    let pool = &arena.pool;
+    let pieces: Vec<_> = (0..pool.pieces()).map(|piece| pool.piece(piece)).collect();
+    assert_eq!(pieces.iter().map(|piece| piece.1).sum::<u64>(), pool.data_pages() * PAGE_BYTES);
+    // Every second small object goes, so that a larger one needs several extents.
+    let small: Vec<_> = (0..32).map(|n| store(&arena, n, None, 32 * 1024)).collect();
+    let rest = arena.gauges().capacity - arena.gauges().bytes_used;
+    let filler = reserve(&arena, &meta(100, None, rest)).expect("room");
+    small.iter().step_by(2).for_each(|&slot| assert!(arena.pin(slot)));
+    arena.clear();
+    let slot = reserve(&arena, &meta(200, None, 100_001)).expect("room");
+    let spans = arena.spans(slot).unwrap();
+    assert!(spans.len() > 1, "{spans:?}");
+    assert_eq!(spans.iter().map(|span| span.1).sum::<u64>(), 100_001);
+    for (span, extent) in spans.iter().zip(arena.extents(slot).unwrap()) {
+        assert_eq!(span.0, arena.address(extent.0, span.1));
+        let holds = |piece: &&(*mut u8, u64)| {
+            piece.0 <= span.0 && span.0.addr() as u64 + span.1 <= piece.0.addr() as u64 + piece.1
+        };
+        assert_eq!(pieces.iter().filter(holds).count(), 1, "{span:?} in {pieces:?}");
+    }
+    arena.abandon(slot);
+    arena.unpin(slot);
+    assert_eq!(arena.spans(slot), None, "gone");
+    arena.abandon(filler);
+    arena.unpin(filler);
+}
+
+#[test]
 fn loads_are_visible_while_they_fill() {
     let arena = arena(8 * MIB, 64);
     let Reserve::Slot(slot) =

@@ -280,6 +280,12 @@ impl Pool {
         self.core.geometry.pieces
     }
 
+    /// The address and length of a piece. No extent crosses from one to another.
+    pub fn piece(&self, piece: u32) -> (*mut u8, u64) {
+        let (offset, bytes) = self.core.geometry.piece(piece);
+        (self.core.mapping.at(offset, bytes), bytes)
+    }
+
     /// Whether a piece has memory of its own. Extents may only come from such pieces.
     pub fn piece_reserved(&self, piece: u32) -> bool {
         self.core.piece_reserved(piece)

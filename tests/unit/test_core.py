@@ -1,0 +1,90 @@
+"""The bindings that the worker half copies with: addresses, states and checksums of objects."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+
+_core = pytest.importorskip("lakecache._core")
+
+MIB = 1 << 20
+
+
+def key(number: int) -> bytes:
+    return _core.blake3(b"key %d" % number)
+
+
+@pytest.fixture
+def cache(ram_folder):
+    made = _core.Cache(
+        cache_dir=None, ram_dir=str(ram_folder), cpu_bytes=64 * MIB, disk_capacity_bytes=None
+    )
+    yield made
+    made.close()
+
+
+def reserve(cache, number: int, size: int) -> tuple[int, int]:
+    space = cache.namespace(b"n" * 32, "{}")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        slot = cache.reserve(space, key(number), 0, None, 0, 16, 1, size, 0.1)
+        if slot is not None:
+            return slot
+    raise AssertionError("no room")
+
+
+def test_what_is_written_to_the_spans_is_the_object(cache):
+    data = bytes(at * 7 % 251 for at in range(100_001))
+    slot = reserve(cache, 1, len(data))
+    spans = cache.spans(*slot)
+    assert sum(size for _, size in spans) == len(data)
+    pieces = cache.pieces()
+    for address, size in spans:
+        holding = [at for at, n, _ in pieces if at <= address and address + size <= at + n]
+        assert len(holding) == 1
+    done = 0
+    for address, size in spans:
+        ctypes.memmove(address, data[done : done + size], size)
+        done += size
+    assert not cache.checksum_ok(*slot)
+    assert cache.states([slot]) == b"\0"
+    cache.commit(*slot)
+    assert cache.flush(20)
+    assert cache.pin(*slot)
+    assert b"".join(ctypes.string_at(*span) for span in cache.spans(*slot)) == data
+    assert b"".join(cache.view(*slot)) == data
+    assert cache.checksum_ok(*slot)
+    cache.unpin(*slot)
+
+
+def test_a_changed_byte_in_memory_is_seen(cache):
+    slot = reserve(cache, 1, 5000)
+    cache.commit(*slot)
+    assert cache.flush(20)
+    assert cache.checksum_ok(*slot)
+    (address, size) = cache.spans(*slot)[-1]
+    ctypes.memset(address + size - 1, 0x41, 1)
+    assert not cache.checksum_ok(*slot)
+
+
+def test_states_of_many_slots_in_one_call(cache):
+    slots = [reserve(cache, number, 5000) for number in range(3)]
+    cache.commit(*slots[1])
+    assert cache.flush(20)
+    cache.abandon(*slots[2])
+    assert cache.states(slots) == bytes(cache.state(*slot) for slot in slots) == b"\0\1\2"
+    assert cache.states([]) == b""
+    assert cache.spans(*slots[2]) == []
+    assert not cache.checksum_ok(*slots[2])
+
+
+def test_pieces_are_the_reserved_memory(cache):
+    deadline = time.monotonic() + 20
+    while not all(reserved for _, _, reserved in cache.pieces()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stats = cache.stats()
+    assert sum(size for _, size, _ in cache.pieces()) == stats["memory_capacity_bytes"]
+    assert stats["memory_bytes_reserved"] == stats["memory_capacity_bytes"]
