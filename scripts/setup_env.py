@@ -96,7 +96,8 @@ class Environment:
     def steps(self) -> list[Step]:
         scripts = ROOT / "scripts"
         standins, alias = scripts / "cuda_standins.py", scripts / "vllm_alias.py"
-        lock = {name: LOCKS / f"{name}.txt" for name in ("bootstrap", "torch", "vllm", "dev")}
+        names = ("bootstrap", "torch", "vllm", "dev", "triton")
+        lock = {name: LOCKS / f"{name}.txt" for name in names}
         return [
             Step("uv", (lock["bootstrap"],), self._install_uv),
             Step("dev", (lock["dev"],), lambda: self._install(lock["dev"])),
@@ -104,6 +105,7 @@ class Environment:
             Step("vllm", (lock["vllm"],), lambda: self._install(lock["vllm"])),
             Step("cuda stand-ins", (lock["torch"], standins), lambda: self._script(standins)),
             Step("vllm alias", (lock["vllm"], alias), lambda: self._script(alias)),
+            Step("triton", (lock["triton"],), lambda: self._install_beside(lock["triton"])),
             Step("check", (lock["torch"], lock["vllm"], standins), self._check),
         ]
 
@@ -149,11 +151,17 @@ class Environment:
         ]
         run([*pip, "-r", LOCKS / "bootstrap.txt"], limit_s=300, attempts=3)
 
-    def _install(self, lock: Path) -> None:
+    def _install_beside(self, lock: Path) -> None:
+        """Install into a folder of its own, which only those who name it import from."""
+        target = self.path / lock.stem
+        shutil.rmtree(target, ignore_errors=True)
+        self._install(lock, "--target", target)
+
+    def _install(self, lock: Path, *more: str | Path) -> None:
         # The lock files are complete, so nothing is resolved (see their comments).
         command: list[str | Path] = [self.path / "bin" / "uv", "pip", "install"]
         command += ["--quiet", "--no-deps"]
-        command += ["--compile-bytecode", "--python", self.python, "-r", lock]
+        command += ["--compile-bytecode", "--python", self.python, "-r", lock, *more]
         run(command, limit_s=900, attempts=3, env=self.uv_environment())
 
     def uv_environment(self) -> dict[str, str]:

@@ -93,6 +93,23 @@ def test_lock_files_pin_every_package(lock):
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", line), line
 
 
+def test_triton_is_kept_out_of_the_packages(tmp_path, monkeypatch):
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        setup_env, "run", lambda command, **_: commands.append([str(part) for part in command])
+    )
+    environment = setup_env.Environment(tmp_path / "venv", sys.executable)
+    monkeypatch.setattr(environment, "uv_environment", dict)
+    stale = tmp_path / "venv" / "triton" / "stale"
+    stale.mkdir(parents=True)
+    next(step for step in environment.steps() if step.name == "triton").action()
+    (command,) = commands
+    assert command[-2:] == ["--target", str(tmp_path / "venv" / "triton")]
+    assert not stale.exists()
+    locks = set((ROOT / "requirements").glob("*.txt")) - {ROOT / "requirements" / "triton.txt"}
+    assert not [lock for lock in locks if re.search("^triton==", lock.read_text(), re.M)]
+
+
 def test_two_setups_do_not_run_at_once(tmp_path):
     lock = tmp_path / "cache" / "setup.lock"
     with setup_env.only_one(lock, limit_s=1), pytest.raises(setup_env.SetupError):

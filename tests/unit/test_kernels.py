@@ -8,6 +8,7 @@ there pages are host memory.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -29,24 +30,62 @@ else:
     DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child")
-@pytest.mark.skipif(
-    not FOUND and not TRITON.exists(), reason=f"no Triton, and no {TRITON}: run `make setup`"
-)
-def test_the_cases_under_the_interpreter() -> None:
+# Prints the memory accesses of each kernel as an H100 or H200 gets it. No GPU is needed for that.
+COMPILE = """
+import json, re
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lakecache._kernels import KERNELS, WARPS
+
+types = {"tiles": "*i64", "ids": "*i32", "staging": "*u8", "flag": "*i32",
+         "slot_count": "i32", "part_elements": "i64"}
+fixed = {"TILE": 4096, "ELEMENT": tl.int32, "VECTOR": 4}
+found = {}
+for name, kernel in KERNELS.items():
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, fixed, {})
+    target = GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["ptx"]
+    found[name] = re.findall(r"(?:ld|st)[.]global[.:\\w]*", ptx)
+print(json.dumps(found))
+"""
+
+
+def run_with_triton(*arguments: str, limit_s: float, **env: str) -> str:
+    """Run a child that finds Triton; give what it printed."""
+    if INTERPRETED:
+        pytest.skip("this is the child")
+    if not FOUND and not TRITON.exists():
+        pytest.skip(f"no Triton, and no {TRITON}: run `make setup`")
     path = os.pathsep.join([str(ROOT / "python"), *([] if FOUND else [str(TRITON)])])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    return done.stdout
+
+
+def test_the_cases_under_the_interpreter() -> None:
+    pytest_run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
+    assert "passed" in run_with_triton(*pytest_run, limit_s=280, TRITON_INTERPRET="1")
+
+
+def test_the_compiler_keeps_the_width_of_an_access(tmp_path: Path) -> None:
+    """Bytes move in 16-byte accesses; all others are the table's five numbers and a block id."""
+    found = json.loads(run_with_triton("-c", COMPILE, limit_s=200, TRITON_CACHE_DIR=str(tmp_path)))
+    for name, wide in (("gather", 8), ("scatter", 8), ("compare", 8)):
+        accesses = found[name]
+        assert sum(access.endswith("v4.b32") for access in accesses) == wide
+        assert sum(access == "ld.global.b64" for access in accesses) == 5
+        # The block id, and compare's flag.
+        assert len(accesses) - wide - 5 == (2 if name == "compare" else 1)
 
 
 class Case(NamedTuple):
