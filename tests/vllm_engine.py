@@ -58,13 +58,16 @@ class Engine:
         if self.half is not None and self.half.declined is None:
             assert self.half.wait_ready(30)
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[Result]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int = 8, lora_request: Any = None
+    ) -> list[Result]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False
-        )
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling,
+            use_tqdm=False, lora_request=lora_request,
+        )  # fmt: skip
         self.settle()
         return [
             (
@@ -74,6 +77,13 @@ class Engine:
             )
             for output in outputs
         ]
+
+    def wait_adapter(self, lora: Any, timeout: float = 20) -> bool:
+        """Wait until the adapter's files are read; before that its requests are misses."""
+        deadline = time.monotonic() + timeout
+        while self.half._space(lora) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.half._space(lora) is not None
 
     def settle(self, timeout: float = 10) -> None:
         """Step until the workers have acknowledged all saves, and they are written back."""
