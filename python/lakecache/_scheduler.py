@@ -17,6 +17,7 @@ import os
 import time
 from array import array
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lakecache import identity
@@ -25,7 +26,7 @@ from lakecache._records import Load, Space, Store, Tracked
 from lakecache._support import KIND_CHUNK, chunk_geometry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -91,6 +92,7 @@ class SchedulerHalf:
         self._fingerprint = None if unstable else identity.Fingerprint(vllm_config)
         self._spaces: dict[tuple[str, int, str] | None, Space | None] = {}
         self._lora_digests: dict[tuple[str, int, str], identity.LoraDigest] = {}
+        self._adapters: dict[tuple[str, str], int] = {}
         self._base_digest: bytes | None = None
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
@@ -98,6 +100,7 @@ class SchedulerHalf:
         self._loads: dict[str, Load] = {}
         self._loads_by_ident: dict[int, Load] = {}
         self._new_loads: list[tuple[int, str, int]] = []
+        self._plan = StepPlan()
         self._doomed: list[int] = []
         self._stores: dict[int, Store] = {}
         self._storing: set[tuple[int, int]] = set()
@@ -150,6 +153,8 @@ class SchedulerHalf:
     def _space(self, lora: Any) -> Space | None:
         """Give the namespace for a request with this adapter, or None while it is not known."""
         place = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        if place is not None and not self._keeps_content(lora):
+            return None
         found = self._spaces.get(place)
         if found is not None:
             return found
@@ -171,6 +176,17 @@ class SchedulerHalf:
             return None
         self._spaces[place] = Space(digest, number)
         return self._spaces[place]
+
+    def _keeps_content(self, lora: Any) -> bool:
+        """Whether this adapter was loaded from its path only once in this engine.
+
+        After a second time, vLLM's own prefix cache may hold blocks of the first content.
+        """
+        path = (lora.lora_name, lora.lora_path)
+        ident = 0 if lora.load_inplace else lora.lora_int_id
+        if self._adapters.setdefault(path, ident) != ident:
+            self._adapters[path] = 0
+        return self._adapters[path] != 0
 
     def _digest(self) -> bytes | None:
         if self._base_digest is not None:
@@ -354,11 +370,25 @@ class SchedulerHalf:
         """Say what the workers do in this step."""
         if not self._loads and not self._saving:
             return IDLE
-        plan = StepPlan()
+        plan = self._plan = StepPlan()
         if self._loads:
             self._plan_loads(plan)
         if self._saving:
             self._plan_stores(plan, output)
+        return plan if plan else IDLE
+
+    def abandon_plan(self) -> StepPlan:
+        """Give what a `plan_step` that raised has planned, with all loads failed and no more saves.
+
+        The workers must hear of it: vLLM waits for the loads, and the stores hold blocks.
+        """
+        plan, self._plan = self._plan, StepPlan()
+        self._saving.clear()
+        for request_id in self._loads:
+            self.fail_load(request_id)
+        plan.loads += self._new_loads
+        plan.failed += self._doomed
+        self._new_loads, self._doomed = [], []
         return plan if plan else IDLE
 
     def _plan_loads(self, plan: StepPlan) -> None:
@@ -462,20 +492,33 @@ class SchedulerHalf:
         self, report: WorkerReport | None, received: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' acknowledgements and the requests whose loads are over."""
+        error: Exception | None = None
+        failed = set(failed)
+        told: list[Callable[[], None]] = []
         if report is not None:
             for job, (good, bad) in report.stores.items():
-                self._stored(job, good, bad)
+                told.append(partial(self._stored, job, good, bad))
             for (ident, index), ranks in report.copied.items():
-                load = self._loads_by_ident.get(ident)
-                if load is None:
-                    continue
-                load.moved = time.monotonic()
-                load.copied[index] += ranks
-                if load.copied[index] == self.ranks:
-                    load.lease.release(index)
-        failed = set(failed)
+                told.append(partial(self._copied, ident, index, ranks))
         for request_id in received:
-            self._received(request_id, good=request_id not in failed)
+            told.append(partial(self._received, request_id, good=request_id not in failed))
+        for take in told:
+            # Each is said only once, so an error with one must not lose the others.
+            try:
+                take()
+            except Exception as raised:
+                error = raised
+        if error is not None:
+            raise error
+
+    def _copied(self, ident: int, index: int, ranks: int) -> None:
+        load = self._loads_by_ident.get(ident)
+        if load is None:
+            return
+        load.moved = time.monotonic()
+        load.copied[index] += ranks
+        if load.copied[index] == self.ranks:
+            load.lease.release(index)
 
     def _stored(self, job: int, good: int, bad: int) -> None:
         store = self._stores.get(job)

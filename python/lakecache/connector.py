@@ -160,6 +160,7 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.register(kv_caches)
 
+    @_guarded(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler half about this rank's pages and pool."""
         return None if self.worker is None else self.worker.handshake()
@@ -207,6 +208,7 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
+    @_guarded(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are pinned while they are saved."""
         if self.scheduler is not None:
@@ -249,6 +251,7 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if num_external_tokens > 0:
                 self.scheduler.fail_load(request.request_id)
 
+    @_guarded(dict)
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
@@ -265,6 +268,10 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
             return IDLE
         try:
             return self.scheduler.plan_step(scheduler_output)
+        except Exception:
+            self._failed("build_connector_meta")
+        try:
+            return self.scheduler.abandon_plan()
         except Exception:
             self._failed("build_connector_meta")
             return IDLE

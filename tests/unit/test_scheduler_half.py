@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,3 +219,67 @@ def test_reports_add_up() -> None:
     both = one.aggregate(other)
     assert both.stores == {1: (1, 1)}
     assert both.copied == {(2, 3): 2}
+
+
+def test_a_plan_that_broke_off_still_reaches_the_workers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for its loads, and its stores hold blocks: losing it would be for ever."""
+    bench.store(256)
+    loading, first, second = Request(256), Request(100), Request(100)
+    first.block_hashes = [bytes([100 + i]) * 32 for i in range(3)]
+    second.block_hashes = [bytes([150 + i]) * 32 for i in range(3)]
+    bench.half.matched(loading, 0)
+    bench.allocate(loading, 255)
+    for request in (first, second):
+        bench.allocate(request, 0)
+    reserve, calls = bench.cache.reserve, []
+
+    def once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise OSError("the second store breaks")
+        return reserve(*arguments)
+
+    monkeypatch.setattr(bench.cache, "reserve", once)
+    state = SimpleNamespace(get_block_ids=lambda _: ([*range(1, 100)],))
+    scheduled = {first.request_id: 100, second.request_id: 100}
+    with pytest.raises(OSError, match="breaks"):
+        bench.half.plan_step(
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
+        )
+    plan = bench.half.abandon_plan()
+    assert [load[1] for load in plan.loads] == [loading.request_id]
+    assert plan.failed == [plan.loads[0][0]]
+    assert len(plan.stores) == 1
+    bench.acknowledge(plan)
+    bench.half.report(None, [loading.request_id], [loading.request_id])
+    assert not bench.half.pending_stores()
+    assert bench.step() is IDLE
+    for request in (loading, first, second):
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_one_report_that_fails_does_not_lose_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store(256)
+    loading, storing = Request(256), Request(256)
+    storing.block_hashes = [bytes([100 + i]) * 32 for i in range(8)]
+    bench.half.matched(loading, 0)
+    bench.allocate(loading, 255)
+    bench.allocate(storing, 0)
+    plan = bench.step(storing, 256)
+    assert len(plan.stores) == 4
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no commit")
+
+    monkeypatch.setattr(bench.cache, "commit", refuse)
+    told = WorkerReport({store[0]: (1, 0) for store in plan.stores})
+    with pytest.raises(OSError, match="no commit"):
+        bench.half.report(told, [loading.request_id], ())
+    assert not bench.half.pending_stores()
+    assert bench.pool.pinned() == 0
+    assert not bench.half._loads

@@ -1,0 +1,167 @@
+"""The connector's hooks: whatever happens inside, vLLM gets an answer it can go on with."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+)
+
+from lakecache._metadata import IDLE, CacheStats, StepPlan, WorkerReport
+from lakecache.connector import LakeCacheConnector, MiniCacheConnector
+
+
+class Broken:
+    """A half in which everything fails, but for the counters and what reports a failed load."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
+
+    def fail_load(self, request_id: str) -> None:
+        self.failed.append(request_id)
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(f"{name} is broken")
+
+        return fail
+
+
+@pytest.fixture
+def broken() -> MiniCacheConnector:
+    made = LakeCacheConnector.__new__(LakeCacheConnector)
+    made.errors = 0
+    made.declined = None
+    made._engine_id = "test"
+    plan = StepPlan()
+    plan.loads.append((1, "r", 1))
+    made._connector_metadata = plan
+    made.scheduler: Any = Broken()
+    made.worker: Any = Broken()
+    return made
+
+
+REQUEST: Any = SimpleNamespace(request_id="r")
+OUTPUT: Any = SimpleNamespace(
+    kv_connector_worker_meta=WorkerReport(), finished_recving={"r"}, failed_recving=set()
+)
+HOOKS: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("register_kv_caches", ({},), None),
+    ("get_handshake_metadata", (), None),
+    ("start_load_kv", (None,), None),
+    ("wait_for_save", (), None),
+    ("get_transfer_results", (set(),), KVConnectorTransferResults()),
+    ("build_connector_worker_meta", (), None),
+    ("bind_gpu_block_pool", (None,), None),
+    ("set_xfer_handshake_metadata_pp_aware", ({},), None),
+    ("get_num_new_matched_tokens", (REQUEST, 0), (0, False)),
+    ("update_state_after_alloc", (REQUEST, None, 0), None),
+    ("get_external_cache_hit_sources", (REQUEST, 64), {}),
+    ("build_connector_meta", (None,), IDLE),
+    ("update_connector_output", (OUTPUT,), None),
+    ("request_finished", (REQUEST, []), (False, None)),
+    ("request_finished_all_groups", (REQUEST, ([],)), (False, None)),
+    ("reset_cache", (), False),
+    ("get_kv_connector_stats", (), None),
+    ("shutdown", (), None),
+]
+
+
+@pytest.mark.parametrize(("hook", "arguments", "answer"), HOOKS, ids=[h[0] for h in HOOKS])
+def test_no_exception_reaches_the_engine(
+    broken: MiniCacheConnector,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+    arguments: tuple[Any, ...],
+    answer: Any,
+) -> None:
+    # vLLM's loggers don't propagate, which caplog needs.
+    logging.getLogger("vllm").propagate = True
+    method = getattr(broken, hook)
+    assert method(*arguments) == answer
+    counted = broken.errors
+    assert counted > 0
+    if hook != "shutdown":
+        assert method(*arguments) == answer
+        assert broken.errors > counted
+    assert len([line for line in caplog.records if line.exc_info]) == 1
+
+
+def test_a_load_that_vllm_waits_for_is_failed(broken: MiniCacheConnector) -> None:
+    """vLLM has set the request aside by now: no report, and it would wait for ever."""
+    broken.update_state_after_alloc(REQUEST, None, 64)  # type: ignore[arg-type]
+    assert broken.scheduler.failed == ["r"]  # type: ignore[union-attr]
+
+
+def test_hooks_without_a_half_answer_as_if_there_were_no_cache(
+    broken: MiniCacheConnector,
+) -> None:
+    broken.scheduler = broken.worker = None
+    for hook, arguments, answer in HOOKS:
+        if hook == "reset_cache":
+            answer = True
+        assert getattr(broken, hook)(*arguments) == answer, hook
+    assert broken.errors == 0
+    assert list(broken.take_events()) == []
+
+
+def test_delivery_is_not_required_and_layers_are_not_hooked(broken: MiniCacheConnector) -> None:
+    assert broken.requires_kv_delivery is False
+    assert not MiniCacheConnector.requires_piecewise_for_cudagraph({})
+    # Per-layer hooks would cost every layer of every step.
+    assert broken.wait_for_layer_load("layer") is None
+    assert broken.save_kv_layer("layer", None, None) is None  # type: ignore[arg-type]
+    assert broken.errors == 0
+
+
+def test_every_hook_of_vllm_that_it_calls_is_known() -> None:
+    """A hook that a new vLLM adds shows up here, to be answered or left alone on purpose."""
+    overridden = {name for name in vars(MiniCacheConnector) if not name.startswith("_")}
+    ours = {
+        "requires_kv_delivery", "wait_for_layer_load", "save_kv_layer", "take_events",
+        "build_kv_connector_stats", "has_pending_block_frees", "has_pending_push_work",
+        *(hook for hook, _, _ in HOOKS),
+    }  # fmt: skip
+    assert {name for name in overridden if hasattr(KVConnectorBase_V1, name)} <= ours
+    left = {"wait_for_layer_load", "save_kv_layer", "take_events", "build_kv_connector_stats"}
+    # These look at one dictionary, once per step; there is nothing in them to go wrong.
+    left |= {"has_pending_block_frees", "has_pending_push_work"}
+    assert overridden - left - {"requires_kv_delivery"} == {hook for hook, _, _ in HOOKS}
+
+
+def test_metadata_pickles_small() -> None:
+    """It is pickled once per step, on the critical path."""
+    assert len(pickle.dumps(IDLE, pickle.HIGHEST_PROTOCOL)) < 64
+    assert pickle.loads(pickle.dumps(IDLE)) is IDLE
+    plan = StepPlan()
+    per_chunk = 16
+    for number in range(64):
+        plan.chunks.append((1, number, 0, number, 1, bytes(4 * per_chunk)))
+        plan.stores.append((number, 0, number, 1, bytes(range(4 * per_chunk))))
+    blob = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+    # 4 bytes per block, and a constant for each chunk.
+    assert len(blob) < 128 * (4 * per_chunk + 64)
+    again = pickle.loads(blob)
+    assert (again.loads, again.chunks, again.failed, again.stores) == (
+        plan.loads, plan.chunks, plan.failed, plan.stores,
+    )  # fmt: skip
+
+
+def test_statistics_add_up_and_survive_the_front_end() -> None:
+    one, other = CacheStats(data={"loads": 2}), CacheStats(data={"loads": 1, "stores": 3})
+    rebuilt = MiniCacheConnector.build_kv_connector_stats(dict(one.data))
+    assert rebuilt is not None
+    assert rebuilt.aggregate(other).reduce() == {"loads": 3, "stores": 3}
+    rebuilt.reset()
+    assert rebuilt.is_empty()
