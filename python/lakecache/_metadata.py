@@ -22,7 +22,8 @@ __all__ = ["IDLE", "CacheStats", "Handshake", "StepPlan", "WorkerReport"]
 class StepPlan(KVConnectorMetadata):
     """Scheduler to workers: loads to begin, chunks that may be copied now, stores to make.
 
-    - `loads`: (load, request id, number of chunks to expect)
+    - `loads`: (load, request id, number of chunks to expect); without a request id the load is
+      part of this step: its chunks are in memory, and the step's forward waits for them
     - `chunks`: (load, index, kind, entry, generation, block ids; 0 for blocks to leave out)
     - `failed`: loads of which no further chunk will come
     - `stores`: (job, kind, entry, generation, block ids)
@@ -32,7 +33,7 @@ class StepPlan(KVConnectorMetadata):
 
     def __init__(self) -> None:
         """Begin an empty plan."""
-        self.loads: list[tuple[int, str, int]] = []
+        self.loads: list[tuple[int, str | None, int]] = []
         self.chunks: list[tuple[int, int, int, int, int, bytes]] = []
         self.failed: list[int] = []
         self.stores: list[tuple[int, int, int, int, bytes]] = []
@@ -40,6 +41,11 @@ class StepPlan(KVConnectorMetadata):
     def __bool__(self) -> bool:
         """Whether a worker has anything to do."""
         return bool(self.chunks or self.stores or self.loads or self.failed)
+
+    @property
+    def same_step(self) -> bool:
+        """Whether this step's forward needs pages that are loaded in it."""
+        return any(request_id is None for _, request_id, _ in self.loads)
 
     def __reduce__(self) -> Any:
         """Pickle as a call with plain tuples; the idle plan as a mere reference."""
@@ -95,6 +101,8 @@ class Handshake(KVConnectorHandshakeMetadata):
     part_bytes: int
     # Canonical JSON of everything about this rank's pages that changes their bytes.
     identity: str
+    # Whether this rank can load within the step that needs the pages.
+    same_step: bool = False
     # One sentence, where this worker cannot take part.
     declined: str | None = None
 

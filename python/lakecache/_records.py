@@ -22,21 +22,43 @@ class Space(NamedTuple):
 
 
 class Load:
-    """One asynchronous load of one request."""
+    """One load of one request: between steps, or within the step that admits the request."""
 
-    __slots__ = ("chunks", "copied", "failed", "first", "ident", "ids", "lease", "local", "moved")
+    __slots__ = (
+        "chunks",
+        "copied",
+        "failed",
+        "first",
+        "ident",
+        "ids",
+        "lease",
+        "left",
+        "local",
+        "moved",
+        "same_step",
+    )
 
     def __init__(
-        self, ident: int, lease: Any, *, first: int, chunks: int, local: int, ids: Sequence[int]
+        self,
+        ident: int,
+        lease: Any,
+        *,
+        first: int,
+        chunks: int,
+        local: int,
+        ids: Sequence[int],
+        same_step: bool = False,
     ) -> None:
         self.ident = ident
         self.lease = lease
         self.first = first
         self.chunks = chunks
+        self.left = chunks
         self.local = local
         self.ids = ids
         self.copied: Counter[int] = Counter()
         self.failed = False
+        self.same_step = same_step
         self.moved = time.monotonic()
 
 
@@ -68,6 +90,7 @@ class Tracked:
         "local",
         "next_save",
         "request",
+        "same_step",
         "space",
     )
 
@@ -81,6 +104,7 @@ class Tracked:
         self.asked: float | None = None
         self.local = 0
         self.load: Load | None = None
+        self.same_step = False
         self.failures = 0
         self.attempts = 0
         self.next_save = -1

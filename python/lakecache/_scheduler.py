@@ -55,6 +55,7 @@ PINNED_SHARE = 4
 STORES_IN_FLIGHT = 1024
 STATS_SECONDS = 1.0
 DRAIN_SECONDS = 5.0
+SYNC_WRITE_SECONDS = 10.0
 
 
 class SchedulerHalf:
@@ -99,7 +100,10 @@ class SchedulerHalf:
         self._saving: dict[str, Tracked] = {}
         self._loads: dict[str, Load] = {}
         self._loads_by_ident: dict[int, Load] = {}
-        self._new_loads: list[tuple[int, str, int]] = []
+        # Loads within a step, whose leases go when all ranks have copied.
+        self._same_step_loads: dict[int, Tracked] = {}
+        self._same_step = False
+        self._new_loads: list[tuple[int, str | None, int]] = []
         self._plan = StepPlan()
         self._doomed: list[int] = []
         self._stores: dict[int, Store] = {}
@@ -135,6 +139,7 @@ class SchedulerHalf:
         else:
             self.part_bytes = told[0].part_bytes
             self._rank_identities = [worker.identity for worker in told]
+            self._same_step = all(worker.same_step for worker in told)
 
     def _decline(self, reason: str) -> None:
         self.declined = reason
@@ -170,7 +175,7 @@ class SchedulerHalf:
                 return None
             digest = bytes(self._core.blake3(base + files.encode()))
             manifest = manifest[:-1] + f',"lora":"{files}"}}'
-        number = self._cache.namespace(digest, manifest, persistent=not self._unstable)
+        number = self._cache.namespace(digest, manifest)
         if number is None:
             self.counts["namespace_full"] += 1
             return None
@@ -239,7 +244,17 @@ class SchedulerHalf:
             self._drop_lease(tracked)
             return 0, False
         tracked.local = local
-        return end - local, True
+        tracked.same_step = self._fits_step(tracked, -(-end // self.chunk) - first)
+        return end - local, not tracked.same_step
+
+    def _fits_step(self, tracked: Tracked, chunks: int) -> bool:
+        """Whether to load within this step: all in memory, and nobody else to be held up.
+
+        The chunks are pinned, so the copies cannot fail, and the request need not wait for the
+        engine to take notice of them.
+        """
+        alone = self._same_step and len(self._tracked) == 1 and not self._loads
+        return alone and not any(bytes(tracked.lease.tiers())[:chunks])
 
     def _take_lease(self, tracked: Tracked, keys: bytes, first: int) -> bool:
         if tracked.lease is not None:
@@ -306,12 +321,20 @@ class SchedulerHalf:
         load = Load(
             next(self._idents), lease, first=first, chunks=chunks, local=local,
             ids=list(ids[: (first + chunks) * self.chunk // self.block]),
+            same_step=tracked.same_step,
         )  # fmt: skip
         lease.truncate(chunks)
         self._note_sources(tracked, chunks, external)
         lease.start(0)
         tracked.lease, tracked.asked, tracked.load = None, None, load
-        self._begin(tracked.request.request_id, load)
+        if load.same_step:
+            self._same_step_loads[load.ident] = tracked
+            self._loads_by_ident[load.ident] = load
+            self._new_loads.append((load.ident, None, load.chunks))
+            self.counts["loads"] += 1
+            self.counts["loads_same_step"] += 1
+        else:
+            self._begin(tracked.request.request_id, load)
         self._cache.touch(tracked.keys[: (first + chunks) * KEY_BYTES])
 
     def _begin(self, request_id: str, load: Load) -> None:
@@ -333,6 +356,11 @@ class SchedulerHalf:
         if not load.failed:
             load.failed = True
             self._doomed.append(load.ident)
+
+    def promised_this_step(self, request_id: str) -> bool:
+        """Whether the request's hit was answered as a load within the step."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.same_step
 
     def _note_sources(self, tracked: Tracked, chunks: int, external: int) -> None:
         tiers = bytes(tracked.lease.tiers())[:chunks]
@@ -368,10 +396,10 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Say what the workers do in this step."""
-        if not self._loads and not self._saving:
+        if not self._loads and not self._saving and not self._new_loads:
             return IDLE
         plan = self._plan = StepPlan()
-        if self._loads:
+        if self._loads or self._new_loads:
             self._plan_loads(plan)
         if self._saving:
             self._plan_stores(plan, output)
@@ -393,19 +421,28 @@ class SchedulerHalf:
 
     def _plan_loads(self, plan: StepPlan) -> None:
         plan.loads, self._new_loads = self._new_loads, []
+        for ident, request_id, _ in plan.loads:
+            if request_id is None:
+                self._plan_chunks(plan, self._loads_by_ident[ident])
         now = time.monotonic()
         for request_id, load in self._loads.items():
             if load.failed:
                 continue
-            for index, entry, generation in load.lease.slots():
-                ids = self._chunk_blocks(load, index)
-                plan.chunks.append((load.ident, index, KIND_CHUNK, entry, generation, ids))
+            if self._plan_chunks(plan, load):
                 load.moved = now
             stalled = now - load.moved > STALL_SECONDS
             if stalled or load.lease.failed() is not None:
                 self.counts["loads_stalled" if stalled else "loads_broken"] += 1
                 self.fail_load(request_id)
         plan.failed, self._doomed = self._doomed, []
+
+    def _plan_chunks(self, plan: StepPlan, load: Load) -> bool:
+        """Name the slots that have come since the last step; whether there were any."""
+        slots = load.lease.slots()
+        for index, entry, generation in slots:
+            ids = self._chunk_blocks(load, index)
+            plan.chunks.append((load.ident, index, KIND_CHUNK, entry, generation, ids))
+        return bool(slots)
 
     def _chunk_blocks(self, load: Load, index: int) -> bytes:
         """Give the blocks of a chunk; those that the GPU holds already are left out (0)."""
@@ -519,6 +556,14 @@ class SchedulerHalf:
         load.copied[index] += ranks
         if load.copied[index] == self.ranks:
             load.lease.release(index)
+            load.left -= 1
+            if load.left == 0 and load.same_step:
+                self._end_same_step(load)
+
+    def _end_same_step(self, load: Load) -> None:
+        del self._loads_by_ident[load.ident]
+        self._same_step_loads.pop(load.ident).load = None
+        load.lease.close()
 
     def _stored(self, job: int, good: int, bad: int) -> None:
         store = self._stores.get(job)
@@ -535,6 +580,9 @@ class SchedulerHalf:
                 self._cache.abandon(store.entry, store.generation)
             else:
                 self._cache.commit(store.entry, store.generation)
+                if self._config.transfer == "sync":
+                    # The reference path: what is acknowledged is on disk.
+                    self._cache.flush(SYNC_WRITE_SECONDS)
         finally:
             # Whatever the store says, the engine gets its blocks back.
             self._pinned_blocks -= len(store.blocks)
@@ -568,6 +616,10 @@ class SchedulerHalf:
     def pending_stores(self) -> bool:
         """Whether blocks are pinned for copies that the workers have not acknowledged."""
         return bool(self._stores)
+
+    def pending(self) -> bool:
+        """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
+        return bool(self._stores or self._same_step_loads)
 
     def reset(self) -> bool:
         """Begin an epoch that shares nothing with what is stored: the weights may have changed."""
@@ -606,10 +658,11 @@ class SchedulerHalf:
         for store in self._stores.values():
             self._cache.abandon(store.entry, store.generation)
         self._stores.clear()
-        for load in self._loads.values():
+        for load in (*self._loads.values(), *self._loads_by_ident.values()):
             if load.lease is not None:
                 load.lease.close()
         self._loads.clear()
+        self._loads_by_ident.clear()
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
         self._cache.flush(DRAIN_SECONDS)

@@ -21,10 +21,12 @@ PLAIN_SPECULATION = {"ngram", "ngram_gpu", "suffix"}
 
 
 def platform_declined() -> str | None:
-    """Say why this platform's transfers do not exist, or None."""
+    """Say why there are no transfers for this platform, or None."""
     from vllm.platforms import current_platform
 
-    return None if current_platform.is_cpu() else "GPU transfer: not built"
+    if current_platform.is_cpu() or current_platform.is_cuda():
+        return None
+    return f"platform {current_platform.device_name} is not supported; CUDA and CPU are"
 
 
 def declined_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

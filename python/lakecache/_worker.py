@@ -14,7 +14,7 @@ from lakecache import identity
 from lakecache._metadata import Handshake, StepPlan, WorkerReport
 from lakecache._pages import ObjectShape, PageTable, layer_specs
 from lakecache._support import KIND_CHUNK, chunk_geometry
-from lakecache.transfer import HostTransfer, Transfer
+from lakecache.transfer import HostTransfer, PackedTransfer, SerialTransfer, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from lakecache._staging import StagingBuffers
     from lakecache.config import CacheConfig
 
 __all__ = ["WorkerHalf"]
@@ -37,7 +38,7 @@ class Load:
 
     __slots__ = ("begun", "chunks", "done", "failed", "request_id")
 
-    def __init__(self, request_id: str, chunks: int) -> None:
+    def __init__(self, request_id: str | None, chunks: int) -> None:
         self.request_id = request_id
         self.chunks = chunks
         self.begun = 0
@@ -71,6 +72,7 @@ class WorkerHalf:
         self._blocks_per_chunk = chunk // block
         self._shapes: dict[int, ObjectShape] = {}
         self._transfer: Transfer | None = None
+        self._buffers = self._staging()
         self._identity = ""
         self._declined: str | None = "the KV caches were not registered"
         self._numbers = itertools.count(1)
@@ -90,13 +92,48 @@ class WorkerHalf:
                 self._vllm_config, self._kv_cache_config, kv_caches, specs
             )
             self._shapes = {KIND_CHUNK: pages.chunk_shape(self._blocks_per_chunk)}
-            self._transfer = HostTransfer(
-                self._cache, self._shapes, rank=self._rank, verify=self._config.verify_load
-            )
+            self._transfer = self._make_transfer(next(iter(kv_caches.values())))
             self._declined = None
         except Exception as error:
             self._transfer = None
             self._declined = str(error) or type(error).__name__
+
+    def _staging(self) -> StagingBuffers | None:
+        """Take the GPU's staging memory, before vLLM allocates its KV cache."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu() or self._config.transfer == "sync":
+            return None
+        import torch
+
+        from lakecache._staging import StagingBuffers
+
+        pages = sum(spec.page_size_bytes for _, spec in layer_specs(self._kv_cache_config))
+        found = StagingBuffers.allocate(
+            torch.device("cuda", torch.cuda.current_device()),
+            largest=pages * self._blocks_per_chunk,
+            kv_bytes=self._kv_cache_config.kv_cache_tensors[0].size,
+        )
+        if found is None:
+            log.warning(
+                "LakeCache: the GPU has no memory left for staging buffers, so pages are copied "
+                "one by one, which is slow. Lower gpu_memory_utilization or chunk_size (%d).",
+                self._config.chunk_size,
+            )
+        return found
+
+    def _make_transfer(self, pages: torch.Tensor) -> Transfer:
+        verify = self._config.verify_load
+        if self._buffers is not None:
+            return PackedTransfer(
+                self._cache, self._shapes, self._buffers,
+                rank=self._rank, device=pages.device, verify=verify,
+            )  # fmt: skip
+        if self._config.transfer == "sync" or pages.device.type != "cpu":
+            return SerialTransfer(
+                self._cache, self._shapes, pages.untyped_storage(), rank=self._rank, verify=verify
+            )
+        return HostTransfer(self._cache, self._shapes, rank=self._rank, verify=verify)
 
     def handshake(self) -> Handshake:
         """Tell the scheduler half about this rank."""
@@ -104,6 +141,7 @@ class WorkerHalf:
         return Handshake(
             pool_id=self._cache.pool_id,
             part_bytes=0 if shape is None else shape.part_bytes,
+            same_step=self._transfer is not None and self._transfer.same_step,
             identity=self._identity,
             declined=self._declined,
         )
@@ -126,6 +164,8 @@ class WorkerHalf:
             try:
                 self._ready().load(job, kind, entry, generation, ids)
             except Exception:
+                if load.request_id is None:
+                    raise
                 self._complain("could not start to copy a chunk")
                 load.failed = True
                 continue
@@ -135,6 +175,8 @@ class WorkerHalf:
             load = self._loads.get(ident)
             if load is not None:
                 load.failed = True
+        if plan.same_step:
+            self._ready().follow_loads()
         if plan.loads or plan.failed:
             self._settle()
 
@@ -188,7 +230,8 @@ class WorkerHalf:
     def take_results(self) -> tuple[set[str], set[str]]:
         """Give (requests whose loads are over, those among them that failed): each load once."""
         over, self._over = self._over, []
-        return {load.request_id for load in over}, {load.request_id for load in over if load.failed}
+        named = [(load.request_id, load.failed) for load in over if load.request_id is not None]
+        return {name for name, _ in named}, {name for name, failed in named if failed}
 
     def take_report(self) -> WorkerReport | None:
         """Give the acknowledgements since the last call, if any."""

@@ -165,12 +165,19 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler half about this rank's pages and pool."""
         return None if self.worker is None else self.worker.handshake()
 
-    @_guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin this step's loads; they are polled, never waited for."""
+        """Begin this step's loads; they are polled, never waited for.
+
+        Raises only where this step's forward would read pages that were promised and not loaded.
+        """
         plan = self._connector_metadata
         if plan and self.worker is not None and isinstance(plan, StepPlan):
-            self.worker.start_loads(plan)
+            try:
+                self.worker.start_loads(plan)
+            except Exception:
+                self._failed("start_load_kv")
+                if plan.same_step:
+                    raise
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: whole requests are loaded between steps."""
@@ -227,7 +234,9 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Answer (tokens to load, True); (None, False) while files are being opened."""
+        """Answer (tokens to load, True), or False for a load within this step; (None, False) while
+        files are being opened.
+        """
         if self.scheduler is None:
             return 0, False
         try:
@@ -240,7 +249,7 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Start the load, or let go of its lease. A failure to start is reported as a failed load,
-        because vLLM now waits for one.
+        because vLLM now waits for one; only a load within this step has no other way than to raise.
         """
         if self.scheduler is None:
             return
@@ -248,6 +257,8 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.allocated(request, blocks, num_external_tokens)
         except Exception:
             self._failed("update_state_after_alloc")
+            if num_external_tokens > 0 and self.scheduler.promised_this_step(request.request_id):
+                raise
             if num_external_tokens > 0:
                 self.scheduler.fail_load(request.request_id)
 
@@ -270,6 +281,8 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
             return self.scheduler.plan_step(scheduler_output)
         except Exception:
             self._failed("build_connector_meta")
+            if scheduler_output.has_sync_kv_loads:
+                raise
         try:
             return self.scheduler.abandon_plan()
         except Exception:
@@ -309,7 +322,7 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for the workers' acknowledgements."""
-        return self.scheduler is not None and self.scheduler.pending_stores()
+        return self.scheduler is not None and self.scheduler.pending()
 
     @_guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:

@@ -4,26 +4,36 @@ A transfer takes jobs, one rank's part of one object each, and reports every job
 copy that has begun is never abandoned: its memory may be given to another request only when the
 copy is over. Only waiting for an object to become readable has a deadline.
 
-`HostTransfer` works on pages in host memory.
+- `HostTransfer`: pages in host memory, copied by threads.
+- `PackedTransfer`: pages on a GPU, gathered and scattered by kernels, across the bus in one piece.
+- `SerialTransfer`: page by page, one after the other, anywhere: the slow reference for the others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lakecache._pages import ObjectShape
+    import torch
 
-__all__ = ["HostTransfer", "Transfer"]
+    from lakecache._pages import ObjectShape
+    from lakecache._staging import Lane, StagingBuffers
+
+__all__ = ["HostTransfer", "PackedTransfer", "SerialTransfer", "Transfer"]
+
+log = logging.getLogger("vllm.lakecache")
 
 # How long a load may wait for its object to arrive from disk.
 ARRIVAL_SECONDS = 20.0
 COPY_THREADS = 2
 COPIED = 0
+FILLING, READY = 0, 1
 
 
 class Transfer(Protocol):
@@ -32,6 +42,9 @@ class Transfer(Protocol):
     `kind` names one of the shapes given at the start; `ids` are packed 32-bit block ids, one per
     slot of that shape. Source and target blocks stay allocated until the job was reported.
     """
+
+    # Whether the engine's own work can be made to wait for loads, within one step.
+    same_step: bool
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
         """Copy pages, as the work queued on the device so far leaves them, into a FILLING entry.
@@ -45,6 +58,12 @@ class Transfer(Protocol):
         Raises like `store`.
         """
 
+    def follow_loads(self) -> None:
+        """Have the engine's next work wait for the loads begun so far.
+
+        Only where `same_step` is true, and for objects that are in memory and stay there.
+        """
+
     def poll(self) -> list[tuple[int, bool]]:
         """Go on with what is queued; the jobs that ended since the last call, and if well."""
 
@@ -54,6 +73,8 @@ class Transfer(Protocol):
 
 class HostTransfer:
     """Copies by threads of the compiled half, without the GIL."""
+
+    same_step = False
 
     def __init__(
         self, cache: Any, shapes: Mapping[int, ObjectShape], *, rank: int, verify: bool = False
@@ -103,6 +124,10 @@ class HostTransfer:
             else:
                 self._copier.load(*place, run.fragment_bytes, ARRIVAL_SECONDS, self._verify)
 
+    def follow_loads(self) -> None:
+        """Not offered."""
+        raise RuntimeError("copies by threads cannot be waited for within a step")
+
     def poll(self) -> list[tuple[int, bool]]:
         """See `Transfer.poll`."""
         if self._owners:
@@ -139,3 +164,233 @@ class _HostJob:
         self.generation = generation
         self.copies = 0
         self.good = True
+
+
+class PackedTransfer:
+    """Copies between GPU pages and registered host memory, all layers of many objects at once.
+
+    Stores: a kernel gathers the pages of a batch of jobs into a staging buffer, from which each
+    part goes to its object in one piece; loads go the other way. Each direction has two buffers,
+    so that the kernel of one batch runs while another crosses the bus. All of it is queued at once
+    and ordered on the GPU: nothing here waits, and the engine's stream only for `follow_loads`.
+    """
+
+    same_step = True
+
+    def __init__(
+        self,
+        cache: Any,
+        shapes: Mapping[int, ObjectShape],
+        buffers: StagingBuffers,
+        *,
+        rank: int,
+        device: torch.device,
+        verify: bool = False,
+    ) -> None:
+        """Like `HostTransfer`, with the worker's staging memory on `device`."""
+        import torch
+
+        from lakecache import _kernels
+        from lakecache._cuda import HostRegistration
+        from lakecache._staging import Lane
+
+        self._cache = cache
+        self._shapes = shapes
+        tables = {
+            kind: _kernels.RowTable(
+                shape.bases.tolist(), shape.strides.tolist(), shape.sizes.tolist(),
+                shape.offsets.tolist(), shape.slots.tolist(),
+                part_bytes=shape.part_bytes, slot_count=shape.slot_count, device=device,
+            )
+            for kind, shape in shapes.items()
+        }  # fmt: skip
+        for table in tables.values():
+            table.warm_up()
+        torch.cuda.current_stream(device).synchronize()
+        self._registration = HostRegistration(cache)
+        self._loads, self._stores = (
+            Lane(
+                cache, self._registration, shapes, tables, buffers.pair(number),
+                rank=rank, storing=bool(number), verify=verify,
+            )
+            for number in range(2)
+        )  # fmt: skip
+        self._over: list[tuple[int, bool]] = []
+        self._broken: Exception | None = None
+
+    def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
+        """See `Transfer.store`."""
+        self._begin(self._stores, job, kind, entry, generation, ids)
+
+    def load(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
+        """See `Transfer.load`."""
+        self._begin(self._loads, job, kind, entry, generation, ids)
+
+    def _begin(
+        self, lane: Lane, job: int, kind: int, entry: int, generation: int, ids: bytes
+    ) -> None:
+        from lakecache._staging import LaneJob
+
+        if self._broken is not None:
+            raise RuntimeError("GPU transfers have ended after an error") from self._broken
+        blocks = self._shapes[kind].check(ids, whole=lane.storing)
+        if self._cache.pin(entry, generation):
+            lane.add(LaneJob(job, kind, entry, generation, blocks))
+        else:
+            self._over.append((job, False))
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """See `Transfer.poll`."""
+        try:
+            for lane in (self._loads, self._stores):
+                if lane.busy():
+                    lane.advance()
+        except Exception as error:
+            self._fail(error)
+        for lane in (self._loads, self._stores):
+            for job, good in lane.take_over():
+                self._cache.unpin(job.entry, job.generation)
+                self._over.append((job.job, good))
+        over, self._over = self._over, []
+        return over
+
+    def follow_loads(self) -> None:
+        """Have the engine's stream wait for the loads begun so far, all of them in memory.
+
+        RuntimeError: one of them cannot be made. The engine's next work must not run then.
+        """
+        self._loads.advance(at_once=True)
+        if not self._loads.follow():
+            raise RuntimeError("an object that was held in memory is not there")
+
+    def _fail(self, error: Exception) -> None:
+        """End all jobs as failed, when nothing touches their memory any more."""
+        log.warning("LakeCache: a GPU transfer failed; no more are made", exc_info=error)
+        self._broken = error
+        self._loads.drop_all()
+        self._stores.drop_all()
+
+    def close(self, timeout: float) -> bool:
+        """See `Transfer.close`."""
+        deadline = time.monotonic() + timeout
+        lanes = (self._loads, self._stores)
+        over: list[tuple[int, bool]] = []
+        while any(lane.busy() for lane in lanes) and time.monotonic() < deadline:
+            over += self.poll()
+            time.sleep(0.0005)
+        for lane in lanes:
+            lane.drop_waiting()
+        self._over = over + self.poll()
+        idle = not any(lane.busy() for lane in lanes)
+        if idle:
+            self._registration.close()
+        return idle
+
+
+class SerialTransfer:
+    """One page after the other, and back only when it is done: obvious, and slow.
+
+    A load waits, within a bound, for its object; no device stream runs ahead.
+    """
+
+    same_step = False
+
+    def __init__(
+        self,
+        cache: Any,
+        shapes: Mapping[int, ObjectShape],
+        storage: torch.UntypedStorage,
+        *,
+        rank: int,
+        verify: bool = False,
+    ) -> None:
+        """Like `HostTransfer`; `storage` is the allocation that all pages lie in."""
+        import torch
+
+        self._cache = cache
+        self._shapes = shapes
+        self._rank = rank
+        self._verify = verify
+        self._memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._over: list[tuple[int, bool]] = []
+
+    def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
+        """See `Transfer.store`."""
+        blocks = self._shapes[kind].check(ids, whole=True)
+        self._over.append((job, self._copy(kind, entry, generation, blocks, storing=True)))
+
+    def load(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
+        """See `Transfer.load`."""
+        blocks = self._shapes[kind].check(ids, whole=False)
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        while self._cache.state(entry, generation) == FILLING and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        self._over.append((job, self._copy(kind, entry, generation, blocks, storing=False)))
+
+    def _copy(self, kind: int, entry: int, generation: int, blocks: Any, *, storing: bool) -> bool:
+        wanted = FILLING if storing else READY
+        if not self._cache.pin(entry, generation):
+            return False
+        try:
+            if self._cache.state(entry, generation) != wanted:
+                return False
+            if self._verify and not storing and not self._cache.checksum_ok(entry, generation):
+                return False
+            return self._copy_rows(kind, self._cache.spans(entry, generation), blocks, storing)
+        finally:
+            self._cache.unpin(entry, generation)
+
+    def _copy_rows(
+        self, kind: int, spans: list[tuple[int, int]], blocks: Any, storing: bool
+    ) -> bool:
+        import torch
+
+        shape = self._shapes[kind]
+        begin = self._rank * shape.part_bytes
+        bounce = torch.empty(int(shape.sizes.max()), dtype=torch.uint8)
+        for row in range(len(shape.sizes)):
+            block, size = int(blocks[shape.slots[row]]), int(shape.sizes[row])
+            if block == 0:
+                continue
+            address = int(shape.bases[row]) + block * int(shape.strides[row])
+            at = address - self._memory.data_ptr()
+            page, stored = self._memory[at : at + size], bounce[:size]
+            if storing:
+                stored.copy_(page)
+            good = _copy_bytes(
+                spans, begin + int(shape.offsets[row]), stored.data_ptr(), size, into=storing
+            )
+            if not good:
+                return False
+            if not storing:
+                page.copy_(stored)
+                if self._verify and not torch.equal(page.cpu(), stored):
+                    return False
+        return True
+
+    def follow_loads(self) -> None:
+        """Nothing is ever under way."""
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """See `Transfer.poll`."""
+        over, self._over = self._over, []
+        return over
+
+    def close(self, timeout: float) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+
+def _copy_bytes(
+    spans: list[tuple[int, int]], offset: int, address: int, size: int, *, into: bool
+) -> bool:
+    """Copy between `address` and `offset` of an object's spans; False if they end before."""
+    for start, length in spans:
+        count = min(length - offset, size)
+        if count > 0:
+            here = start + offset
+            ctypes.memmove(*((here, address) if into else (address, here)), count)
+            address += count
+            size -= count
+        offset = max(0, offset - length)
+    return size == 0
