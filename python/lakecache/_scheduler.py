@@ -175,7 +175,7 @@ class SchedulerHalf:
                 return None
             digest = bytes(self._core.blake3(base + files.encode()))
             manifest = manifest[:-1] + f',"lora":"{files}"}}'
-        number = self._cache.namespace(digest, manifest)
+        number = self._cache.namespace(digest, manifest, persistent=not self._unstable)
         if number is None:
             self.counts["namespace_full"] += 1
             return None

@@ -52,6 +52,7 @@ class Pool:
         self.by_key: dict[bytes, int] = {}
         self.next = 1
         self.spaces: dict[bytes, int] = {}
+        self.persistent: list[bool] = []  # what each naming of a namespace said
         self.polls_pending = 0  # how many polls of a lease answer None
         self.refuse_reserve = False
         self.copy_status = 0
@@ -95,7 +96,8 @@ class Cache:
         self.pool_id = ident
         self.closed = False
 
-    def namespace(self, digest: bytes, manifest: str) -> int | None:
+    def namespace(self, digest: bytes, manifest: str, persistent: bool = True) -> int | None:
+        self.pool.persistent.append(persistent)
         return self.pool.spaces.setdefault(digest, len(self.pool.spaces))
 
     def lookup(self, keys: bytes) -> tuple[int, int]:

@@ -72,6 +72,7 @@ def run_with_triton(*arguments: str, limit_s: float, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_cases_under_the_interpreter() -> None:
     pytest_run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
     assert "passed" in run_with_triton(*pytest_run, limit_s=280, TRITON_INTERPRET="1")

@@ -200,6 +200,7 @@ def test_reset_shares_nothing_with_what_is_stored(bench: Bench) -> None:
     assert bench.half.matched(Request(256), 0) == (0, False)
     bench.store(256)
     assert bench.half.matched(Request(256), 0) == (255, True)
+    assert bench.cache.pool.persistent == [True, False]
 
 
 def test_unequal_pools_decline(bench: Bench) -> None:

@@ -69,7 +69,7 @@ fn payload(index: u32, bytes: usize) -> Vec<u8> {
 fn meta(cache: &Cache, index: u32, bytes: usize) -> ObjectMeta {
     ObjectMeta {
         key: key(index),
-        namespace: cache.namespace(&NAMESPACE, "{}").unwrap().unwrap(),
+        namespace: cache.namespace(&NAMESPACE, "{}", true).unwrap().unwrap(),
         kind: 0,
         parent: index.checked_sub(1).map(key),
         first_token: index * 256,
@@ -80,42 +80,38 @@ fn meta(cache: &Cache, index: u32, bytes: usize) -> ObjectMeta {
 }
 
 fn put(cache: &Cache, index: u32, bytes: usize) -> bool {
-    let meta = meta(cache, index, bytes);
+    put_as(cache, &meta(cache, index, bytes), &payload(index, bytes))
+}
+
+fn put_as(cache: &Cache, meta: &ObjectMeta, data: &[u8]) -> bool {
     let deadline = Instant::now() + LONG;
     // The first piece of the pool is reserved in the background; dirty objects leave room in time.
     let slot = loop {
-        match cache.reserve(&meta, Wait::Within(Duration::from_millis(100))).unwrap() {
+        match cache.reserve(meta, Wait::Within(Duration::from_millis(100))).unwrap() {
             Some(slot) => break slot,
             None if cache.lookup(&[meta.key]).0 == 1 => return false,
-            None if Instant::now() > deadline => panic!("no room for object {index}"),
+            None if Instant::now() > deadline => panic!("no room for {meta:?}"),
             None => std::thread::sleep(Duration::from_millis(5)),
         }
     };
-    let data = payload(index, bytes);
     let mut done = 0;
-    for (offset, run) in cache.arena().extents(slot).unwrap() {
-        let count = usize::try_from(run).unwrap().min(bytes - done);
-        let target = cache.arena().address(offset, count as u64);
-        // SAFETY: the extent is ours to fill until the commit.
-        unsafe { std::ptr::copy_nonoverlapping(data[done..].as_ptr(), target, count) };
-        done += count;
+    for (target, bytes) in cache.arena().spans(slot).unwrap() {
+        let bytes = usize::try_from(bytes).unwrap();
+        // SAFETY: the run is ours to fill until the commit.
+        unsafe { std::ptr::copy_nonoverlapping(data[done..].as_ptr(), target, bytes) };
+        done += bytes;
     }
-    assert_eq!(done, bytes);
+    assert_eq!(done, data.len());
     cache.commit(slot).unwrap();
     true
 }
 
 fn bytes_of(cache: &Cache, slot: Slot) -> Vec<u8> {
-    let mut left = cache.arena().meta(slot).unwrap().payload_bytes;
     let mut bytes = Vec::new();
-    for (offset, run) in cache.arena().extents(slot).unwrap() {
-        let count = run.min(left);
-        left -= count;
-        let address = cache.arena().address(offset, count);
+    for (address, count) in cache.arena().spans(slot).unwrap() {
+        let count = usize::try_from(count).unwrap();
         // SAFETY: the object is readable and leased.
-        bytes.extend_from_slice(unsafe {
-            std::slice::from_raw_parts(address, usize::try_from(count).unwrap())
-        });
+        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(address, count) });
     }
     bytes
 }
@@ -175,6 +171,19 @@ fn object_files(dir: &Path) -> Vec<std::path::PathBuf> {
         }
     }
     found
+}
+
+fn gauge(cache: &Cache, name: &str) -> u64 {
+    cache.gauges().iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("{name}")).1
+}
+
+/// Waits until `name` is `value`.
+fn wait_gauge(cache: &Cache, name: &str, value: u64) {
+    let deadline = Instant::now() + LONG;
+    while gauge(cache, name) != value {
+        assert!(Instant::now() < deadline, "{name} is {}, not {value}", gauge(cache, name));
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn keys(count: u32) -> Vec<ObjectKey> {
@@ -306,8 +315,84 @@ fn the_bytes_in_memory_are_checked_against_their_checksum() {
         assert!(cache.clear_memory() > 0);
         assert!(!cache.checksum_ok(slot), "gone");
         let reserved = cache.pieces().into_iter().filter(|piece| piece.2).map(|piece| piece.1);
-        let gauges = cache.gauges();
-        let gauge = gauges.iter().find(|gauge| gauge.0 == "memory_bytes_reserved").unwrap().1;
-        assert_eq!(reserved.sum::<u64>(), gauge);
+        assert_eq!(reserved.sum::<u64>(), gauge(&cache, "memory_bytes_reserved"));
+    });
+}
+
+#[test]
+fn what_is_in_memory_only_is_written_before_the_pool_gets_another_size() {
+    watched(|| {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let disk = tempfile::tempdir().unwrap();
+        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
+        options.cache_dir = Some(disk.path().join("cache"));
+        options.write_policy = WritePolicy::OnEvict;
+        let cache = open(&options);
+        let (objects, bytes) = (100, 100_001);
+        for index in 0..objects {
+            put(&cache, index, bytes);
+        }
+        wait_gauge(&cache, "memory_dirty", objects.into());
+        cache.close(Duration::ZERO);
+        drop(cache);
+        let written = object_files(disk.path()).len();
+        assert!(written < objects as usize, "the shutdown had no time to write {written} objects");
+
+        options.cpu_bytes = 96 << 20;
+        let cache = open(&options);
+        assert_eq!(cache.lookup(&keys(objects + 1)), (objects as usize, 0), "the memory is new");
+        assert_eq!(gauge(&cache, "pool_file_bytes"), 96 << 20);
+        assert_eq!(object_files(disk.path()).len(), objects as usize);
+        let lease = cache.lease(&keys(objects)).unwrap();
+        assert_eq!(read_all(&cache, &lease, bytes).len(), objects as usize);
+        cache.arena().check().unwrap();
+    });
+}
+
+#[test]
+fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
+    use WritePolicy::{OnEvict, SecondUse, WriteThrough};
+    watched(|| {
+        for policy in [WriteThrough, OnEvict, SecondUse] {
+            let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+            let disk = tempfile::tempdir().unwrap();
+            let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
+            options.cache_dir = Some(disk.path().join("cache"));
+            options.write_policy = policy;
+            let passing = Namespace([7; 32]);
+            let passing_key = ObjectKey::derive(&passing, 0, b"object");
+            let cache = open(&options);
+            let number = cache.namespace(&passing, "{}", false).unwrap().unwrap();
+            let meta = ObjectMeta {
+                key: passing_key,
+                namespace: number,
+                parent: None,
+                ..meta(&cache, 1, 50_000)
+            };
+            assert!(put_as(&cache, &meta, &payload(99, 50_000)));
+            assert!(put(&cache, 0, 50_000));
+            wait_gauge(&cache, "commits_pending", 0);
+            // A second use, and a second naming by somebody who does not know.
+            for key in [passing_key, key(0)] {
+                assert_eq!(settled(&cache.lease(&[key]).unwrap()), 1);
+            }
+            assert_eq!(cache.namespace(&passing, "{}", true).unwrap(), Some(number));
+            assert!(cache.flush(LONG));
+            cache.close(LONG);
+            drop(cache);
+            let files = object_files(disk.path());
+            assert!(files.len() == 1 && files[0].to_string_lossy().contains(&key(0).hex()));
+
+            // Adopted, then rescued from a pool that is made anew: still nothing.
+            let cache = open(&options);
+            assert_eq!(cache.lookup(&[passing_key]), (1, 1));
+            cache.close(LONG);
+            drop(cache);
+            options.cpu_bytes = 96 << 20;
+            let cache = open(&options);
+            assert_eq!(cache.lookup(&[passing_key]), (0, 0));
+            assert_eq!(object_files(disk.path()), files);
+            assert!(!disk.path().join("cache").join(passing.hex()).exists());
+        }
     });
 }

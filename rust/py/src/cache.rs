@@ -126,10 +126,19 @@ impl PyCache {
         self.cache.engine().1
     }
 
-    /// Registers a namespace by its 32-byte digest and writes its manifest (JSON text).
-    fn namespace(&self, py: Python<'_>, digest: &[u8], manifest: &str) -> PyResult<Option<u16>> {
+    /// Registers a namespace by its 32-byte digest and writes its manifest (JSON text). Not
+    /// `persistent`: nothing of it ever reaches the disk, neither objects nor the manifest, whoever
+    /// else names it while the pool exists. None: the pool can remember no more namespaces.
+    #[pyo3(signature = (digest, manifest, persistent=true))]
+    fn namespace(
+        &self,
+        py: Python<'_>,
+        digest: &[u8],
+        manifest: &str,
+        persistent: bool,
+    ) -> PyResult<Option<u16>> {
         let namespace = Namespace(parse_digest("a namespace digest", digest)?);
-        py.detach(|| self.cache.namespace(&namespace, manifest)).map_err(to_python)
+        py.detach(|| self.cache.namespace(&namespace, manifest, persistent)).map_err(to_python)
     }
 
     /// How many leading keys are present, and how many of those are in memory.

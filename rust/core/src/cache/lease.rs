@@ -219,8 +219,7 @@ fn note_memory_hit(inner: &Inner, key: ObjectKey, slot: Slot) {
     Stats::add(&inner.stats.counters.memory_hits, 1);
     let bytes = inner.arena.meta(slot).map_or(0, |meta| meta.payload_bytes);
     inner.stats.event("hit", "memory", key, bytes);
-    if inner.write_policy == WritePolicy::SecondUse && inner.disk.is_some() && !inner.on_disk(&key)
-    {
+    if inner.write_policy == WritePolicy::SecondUse && inner.is_wanted_on_disk(slot) {
         inner.arena.mark_dirty(slot);
     }
 }

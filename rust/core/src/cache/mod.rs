@@ -25,7 +25,7 @@ use crate::l1::{Arena, ObjectMeta, Purpose, Reserve, Slot, SlotState};
 use crate::l2::{DiskOptions, DiskStore, Durability, L2Gauges};
 use crate::pool::{Pool, PoolOptions, Role, Wait};
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
-use writeback::Background;
+use writeback::{Background, rescue};
 
 /// When an object goes to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +94,8 @@ pub struct Cache {
 impl Cache {
     /// Opens the store: joins the pool that serves `cache_dir`, or creates it.
     pub fn open(options: &CacheOptions) -> Result<Self> {
-        let pool = Pool::open(PoolOptions {
+        let stats = Arc::new(Stats::default());
+        let pool_options = PoolOptions {
             ram_dir: options.ram_dir.clone(),
             cache_dir: options.cache_dir.clone(),
             cpu_bytes: options.cpu_bytes,
@@ -104,7 +105,8 @@ impl Cache {
             l2_records: None,
             transit_bytes: TRANSIT_BYTES,
             role: if options.worker { Role::Worker } else { Role::Engine },
-        })?;
+        };
+        let pool = Pool::open_with(pool_options, &mut |old| rescue(old, options, &stats))?;
         let arena = Arc::new(Arena::new(Arc::clone(&pool)));
         let mut engine_name = "none";
         let mut engine_reason = None;
@@ -113,14 +115,7 @@ impl Cache {
             if options.worker {
                 crate::l2::Table::new(&pool);
             } else {
-                let store = DiskStore::open(
-                    Arc::clone(&pool),
-                    cache_dir.clone(),
-                    DiskOptions {
-                        durability: options.durability,
-                        reserve_bytes: free_space_reserve(cache_dir),
-                    },
-                )?;
+                let store = open_disk(&pool, options, cache_dir)?;
                 let opened = io::open_engine(
                     options.io_engine,
                     cache_dir,
@@ -139,7 +134,7 @@ impl Cache {
             arena,
             disk,
             engine,
-            stats: Arc::new(Stats::default()),
+            stats,
             checksum: options.checksum,
             write_policy: options.write_policy,
             closed: AtomicBool::new(false),
@@ -173,14 +168,24 @@ impl Cache {
     }
 
     /// The pool's number for a namespace; its manifest is written for people to read. `None` when
-    /// the pool's table of namespaces is full.
-    pub fn namespace(&self, namespace: &Namespace, manifest: &str) -> Result<Option<u16>> {
+    /// the pool's table of namespaces is full. Not `persistent`: nothing of it ever reaches the disk,
+    /// whoever else names it, for as long as the pool exists.
+    pub fn namespace(
+        &self,
+        namespace: &Namespace,
+        manifest: &str,
+        persistent: bool,
+    ) -> Result<Option<u16>> {
         self.check_open()?;
-        let id = self.inner.pool.intern_namespace(namespace)?;
-        if let (Some(_), Some(disk)) = (id, &self.inner.disk) {
+        let pool = &self.inner.pool;
+        let Some(id) = pool.intern_namespace(namespace)? else { return Ok(None) };
+        if !persistent {
+            pool.set_memory_only(id);
+        }
+        if let Some(disk) = self.inner.disk.as_ref().filter(|_| !pool.is_memory_only(id)) {
             disk.write_manifest(namespace, manifest)?;
         }
-        Ok(id)
+        Ok(Some(id))
     }
 
     /// How many leading keys are in either tier, and how many of those are readable in memory.
@@ -369,13 +374,22 @@ impl Inner {
         self.arena.unpin(slot);
     }
 
-    fn on_disk(&self, key: &ObjectKey) -> bool {
-        let mut found = Vec::with_capacity(1);
-        if let Some(disk) = &self.disk {
-            disk.lookup(std::slice::from_ref(key), &mut found);
+    /// Whether a pinned object belongs on disk and is not there yet.
+    fn is_wanted_on_disk(&self, slot: Slot) -> bool {
+        let (Some(disk), Some(meta)) = (&self.disk, self.arena.meta(slot)) else { return false };
+        if self.pool.is_memory_only(meta.namespace) {
+            return false;
         }
-        found.first() == Some(&true)
+        let mut found = Vec::with_capacity(1);
+        disk.lookup(std::slice::from_ref(&meta.key), &mut found);
+        found.first() != Some(&true)
     }
+}
+
+fn open_disk(pool: &Arc<Pool>, options: &CacheOptions, dir: &Path) -> Result<Arc<DiskStore>> {
+    let disk_options =
+        DiskOptions { durability: options.durability, reserve_bytes: free_space_reserve(dir) };
+    DiskStore::open(Arc::clone(pool), dir.to_path_buf(), disk_options)
 }
 
 /// Bytes of the file system that are left free for others.

@@ -6,10 +6,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::{Inner, Stats, WritePolicy, checksum_of};
-use crate::l1::Slot;
-use crate::l2::{ObjectInfo, Segment, Written};
-use crate::{Error, Result};
+use super::{CacheOptions, Inner, Stats, WritePolicy, checksum_of, open_disk};
+use crate::l1::{Arena, Slot};
+use crate::l2::{DiskStore, ObjectInfo, Segment, Written};
+use crate::pool::Pool;
+use crate::{Error, ErrorKind, Result};
 
 /// How often the write-back thread looks for dirty objects that other members left behind.
 const RESCAN: Duration = Duration::from_millis(500);
@@ -19,6 +20,9 @@ const REAP: Duration = Duration::from_secs(2);
 
 /// How long write-back gives way to loads at most, per object.
 const YIELD_TO_LOADS: Duration = Duration::from_millis(200);
+
+/// How long objects are written back before their pool is made anew, less than others wait to join.
+const RESCUE: Duration = Duration::from_secs(25);
 
 /// Dirty objects claimed at a time.
 const BATCH: usize = 4;
@@ -175,9 +179,7 @@ fn commit_loop(shared: &Shared) {
 
 fn publish(inner: &Inner, slot: Slot) {
     let Some(meta) = inner.arena.meta(slot) else { return };
-    let dirty = inner.disk.is_some()
-        && inner.write_policy != WritePolicy::SecondUse
-        && !inner.on_disk(&meta.key);
+    let dirty = inner.write_policy != WritePolicy::SecondUse && inner.is_wanted_on_disk(slot);
     let checksum = checksum_of(&inner.arena, slot);
     if inner.arena.publish(slot, checksum, dirty) {
         Stats::add(&inner.stats.counters.stores, 1);
@@ -207,7 +209,9 @@ fn write_loop(shared: &Shared) {
         }
         for slot in claimed {
             give_way(inner);
-            write(inner, slot);
+            if let Some(disk) = &inner.disk {
+                write(&inner.pool, &inner.arena, disk, &inner.stats, slot);
+            }
             shared.writing.fetch_sub(1, Ordering::AcqRel);
             shared.changed.notify_all();
         }
@@ -242,16 +246,49 @@ fn give_way(inner: &Inner) {
     }
 }
 
-fn write(inner: &Inner, slot: Slot) {
-    let (arena, counters) = (&inner.arena, &inner.stats.counters);
-    let Some(disk) = &inner.disk else { return };
+/// Writes to disk what only `pool`, which is about to be made anew, has in memory. Bounded: others
+/// may be waiting to join.
+pub(super) fn rescue(pool: &Arc<Pool>, options: &CacheOptions, stats: &Stats) -> Result<()> {
+    let Some(dir) = &options.cache_dir else { return Ok(()) };
+    let arena = Arena::new(Arc::clone(pool));
+    if arena.gauges().dirty == 0 {
+        return Ok(());
+    }
+    let disk = open_disk(pool, options, dir)?;
+    disk.start_scan();
+    let deadline = Instant::now() + RESCUE;
+    while !disk.scan_done() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    while Instant::now() < deadline {
+        let claimed = arena.dirty(BATCH);
+        if claimed.is_empty() {
+            break;
+        }
+        for slot in claimed {
+            write(pool, &arena, &disk, stats, slot);
+        }
+    }
+    disk.close();
+    match arena.gauges().dirty {
+        0 => Ok(()),
+        left => {
+            let text = format!("{left} objects were not written within {} s", RESCUE.as_secs());
+            Err(Error::new(ErrorKind::Timeout, text))
+        }
+    }
+}
+
+fn write(pool: &Pool, arena: &Arena, disk: &DiskStore, stats: &Stats, slot: Slot) {
+    let counters = &stats.counters;
     if !arena.pin(slot) {
         return;
     }
     let mut on_disk = false;
     if let (Some(meta), Some(checksum), Some(spans)) =
         (arena.meta(slot), arena.checksum(slot), arena.spans(slot))
-        && let Some(namespace) = inner.pool.namespace(meta.namespace)
+        && !pool.is_memory_only(meta.namespace)
+        && let Some(namespace) = pool.namespace(meta.namespace)
     {
         let segments: Vec<_> = spans
             .iter()
@@ -272,7 +309,7 @@ fn write(inner: &Inner, slot: Slot) {
                 on_disk = true;
                 Stats::add(&counters.writes, 1);
                 Stats::add(&counters.write_bytes, meta.payload_bytes);
-                inner.stats.event("write", "disk", meta.key, meta.payload_bytes);
+                stats.event("write", "disk", meta.key, meta.payload_bytes);
             }
             Ok(Written::Exists) => {
                 on_disk = true;

@@ -28,7 +28,7 @@ pub const DATA_BYTES_MIN: u64 = 4 << 20;
 pub const PIECE_BYTES_MAX: u64 = 256 << 20;
 
 pub(super) const MAGIC: u64 = u64::from_ne_bytes(*b"LakePool");
-pub(super) const FORMAT_VERSION: u32 = 1;
+pub(super) const FORMAT_VERSION: u32 = 2;
 pub(super) const CACHE_DIR_MAX: usize = 2048;
 
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
@@ -95,11 +95,12 @@ pub(super) struct MemberRecord {
 pub(super) const MEMBER_FREE: u32 = 0;
 pub(super) const MEMBER_USED: u32 = 1;
 
-/// One namespace, immutable once `Header::namespaces` counts it.
+/// One namespace; the digest is immutable once `Header::namespaces` counts it.
 #[repr(C)]
 pub(super) struct NamespaceRecord {
     pub(super) digest: [AtomicU64; 4],
-    _pad: u64,
+    /// Not 0, for good: its objects must never reach the disk.
+    pub(super) memory_only: AtomicU64,
 }
 
 /// Sizes and places of everything in the file.

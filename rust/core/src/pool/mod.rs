@@ -354,6 +354,19 @@ impl Pool {
         Some(Namespace(digest))
     }
 
+    /// Keeps the objects of namespace `id` off the disk, for as long as the pool exists.
+    pub fn set_memory_only(&self, id: u16) {
+        if let Some(record) = self.namespace_record(id) {
+            record.memory_only.store(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether the objects of namespace `id` must never reach the disk.
+    pub fn is_memory_only(&self, id: u16) -> bool {
+        self.namespace_record(id)
+            .is_some_and(|record| record.memory_only.load(Ordering::SeqCst) != 0)
+    }
+
     fn find_namespace(&self, namespace: &Namespace) -> Option<u16> {
         let count = self.header().namespaces.load(Ordering::Acquire);
         let mut ids = 0..u16::try_from(count).unwrap_or(u16::MAX);
