@@ -147,11 +147,13 @@ class RowTable:
     ) -> None:
         """Check the rows and copy them to the device; ValueError names a row that cannot be.
 
-        Bases are addresses; bases, strides, sizes and offsets are in bytes. `part_bytes` is one
-        object's length, `slot_count` that of its vector of block ids. `tile_bytes`, a power of
-        two, is what one program moves at most.
+        Columns may be numpy arrays of any integers. Bases are addresses; bases, strides, sizes and
+        offsets are in bytes. `part_bytes` is one object's length, `slot_count` that of its vector
+        of block ids. `tile_bytes`, a power of two, is what one program moves at most.
         """
-        rows = list(zip(bases, strides, sizes, offsets, slots, strict=True))
+        # numpy's integers would reach the kernels, which know only Python's.
+        columns = ([int(n) for n in column] for column in (bases, strides, sizes, offsets, slots))
+        rows = list(zip(*columns, strict=True))
         if not rows:
             raise ValueError("a table without rows moves nothing")
         for row, (base, stride, size, offset, slot) in enumerate(rows):
@@ -167,7 +169,7 @@ class RowTable:
         self.vector_bytes = math.gcd(16, part_bytes, *(n for row in rows for n in row[:4]))
         element_bytes = min(self.vector_bytes, 4)
         element = {1: tl.int8, 2: tl.int16, 4: tl.int32}[element_bytes]
-        longest = triton.next_power_of_2(max(sizes))
+        longest = triton.next_power_of_2(max(row[2] for row in rows))
         # Narrow accesses get shorter tiles: it is their number that keeps a thread busy.
         tile = min(longest, tile_bytes * element_bytes // 4) // element_bytes
         step = tile * element_bytes

@@ -254,6 +254,24 @@ def test_only_the_first_objects(device: str) -> None:
     assert torch.equal(built.staging[5 * 32 :], before[5 * 32 :])
 
 
+@pytest.mark.parametrize("integers", ["uint64", "int64"])
+def test_columns_of_numpy(device: str, integers: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    from lakecache._kernels import RowTable, gather
+
+    pool = torch.arange(1024, device=device).to(torch.uint8)
+    columns = [[pool.data_ptr(), pool.data_ptr() + 64], [128] * 2, [64, 48], [0, 64], [0, 1]]
+    table = RowTable(
+        *(numpy.array(column, dtype=integers) for column in columns),
+        part_bytes=112,
+        slot_count=2,
+        device=device,
+    )
+    staging = torch.zeros(112, dtype=torch.uint8, device=device)
+    gather(table, torch.tensor([[3, 5]], dtype=torch.int32, device=device), staging, 1)
+    assert torch.equal(staging, torch.cat([pool[384:448], pool[704:752]]))
+
+
 def test_a_warm_table_has_touched_nothing(device: str) -> None:
     built = Built(CASES["several sizes and groups"], device)
     before = built.pool.clone()
