@@ -1,0 +1,315 @@
+"""What the benches run inside vLLM's engine: a worker extension, and connectors to compare with.
+
+vLLM imports this module (`worker_extension_cls`) before it makes any connector, and with one rank
+the worker lives in the engine core's process, so the extension reaches both halves. Its methods
+are called by name through `LLM.collective_rpc`, between engine steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector import factory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+
+# Connectors made in this process: (role, seconds in the constructor, connector).
+created: list[tuple[KVConnectorRole, float, Any]] = []
+registering: list[float] = []
+schedulers: list[Any] = []
+SEARCH_DEPTH = 4
+
+
+def _watch_creation() -> None:
+    make = factory.KVConnectorFactory.create_connector.__func__
+    begin = Scheduler.__init__
+
+    def create_connector(cls, *args, **kwargs):
+        started = time.perf_counter()
+        connector = make(cls, *args, **kwargs)
+        role = kwargs.get("role", args[1] if len(args) > 1 else None)
+        created.append((role, time.perf_counter() - started, connector))
+        register = connector.register_kv_caches
+
+        def timed_register(*caches, **named):
+            started = time.perf_counter()
+            register(*caches, **named)
+            registering.append(time.perf_counter() - started)
+
+        connector.register_kv_caches = timed_register
+        return connector
+
+    def init(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        schedulers.append(self)
+
+    factory.KVConnectorFactory.create_connector = classmethod(create_connector)
+    Scheduler.__init__ = init
+
+
+_watch_creation()
+
+
+class NullMetadata(KVConnectorMetadata):
+    """Nothing to say."""
+
+
+NULL_METADATA = NullMetadata()
+
+
+class NullConnector(KVConnectorBase_V1, SupportsHMA):
+    """Does nothing: what vLLM itself spends on having a best-effort connector."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def start_load_kv(self, forward_context, **kwargs):
+        pass
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        pass
+
+    def wait_for_save(self):
+        pass
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        pass
+
+    def build_connector_meta(self, scheduler_output):
+        return NULL_METADATA
+
+    def request_finished(self, request, block_ids):
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
+
+
+@dataclass
+class Handshakes(KVConnectorHandshakeMetadata):
+    """The handshakes of a SwitchConnector's arms, by name."""
+
+    arms: dict[str, KVConnectorHandshakeMetadata | None]
+
+
+class SwitchConnector(NullConnector):
+    """Makes one connector per arm; `Extension.bench_activate` puts one of them in its place.
+
+    `kv_connector_extra_config["arms"]` maps a name to a KVTransferConfig. Only what happens at
+    start-up passes through this class; afterwards the engine holds the arm's connector itself.
+    """
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.arms: dict[str, Any] = {}
+        transfer = vllm_config.kv_transfer_config
+        for name, wanted in transfer.kv_connector_extra_config["arms"].items():
+            config = copy.copy(vllm_config)
+            config.kv_transfer_config = KVTransferConfig(
+                **{"engine_id": f"{transfer.engine_id}-{name}", **wanted}
+            )
+            made = factory.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            self.arms[name] = made(config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches):
+        for arm in self.arms.values():
+            arm.register_kv_caches(kv_caches)
+
+    def bind_kv_cache_manager(self, kv_cache_manager):
+        for arm in self.arms.values():
+            arm.bind_kv_cache_manager(kv_cache_manager)
+
+    def get_handshake_metadata(self):
+        return Handshakes({name: arm.get_handshake_metadata() for name, arm in self.arms.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        for name, arm in self.arms.items():
+            told = {rank: said.arms[name] for rank, said in metadata.items() if said.arms[name]}
+            if told:
+                arm.set_xfer_handshake_metadata_pp_aware(told)
+
+    def shutdown(self):
+        for arm in self.arms.values():
+            arm.shutdown()
+
+
+def _find(root: Any, wanted: Any, depth: int = SEARCH_DEPTH) -> Any:
+    """Look through an object's attributes for the first that `wanted` accepts."""
+    if wanted(root):
+        return root
+    if depth == 0 or type(root).__module__.split(".")[0] != "lakecache":
+        return None
+    for value in list(getattr(root, "__dict__", {}).values()):
+        if (found := _find(value, wanted, depth - 1)) is not None:
+            return found
+    return None
+
+
+def _is_cache(thing: Any) -> bool:
+    return type(thing).__name__ == "Cache" and hasattr(thing, "flush")
+
+
+class Extension:
+    """Mixed into vLLM's worker class; every method is a remote call of the benches."""
+
+    def bench_started(self) -> dict[str, Any]:
+        """Say how long the connectors took to make, and what the engine runs with."""
+        scheduler = schedulers[-1]
+        runner = self.model_runner
+        return {
+            "constructor_s": {str(role): spent for role, spent, _ in created},
+            "register_s": sum(registering),
+            "runner": type(runner).__module__,
+            "layout": str(getattr(runner.kv_cache_config, "kv_cache_layout", None)),
+            "num_gpu_blocks": scheduler.kv_cache_config.num_blocks,
+            "block_tokens": [
+                group.kv_cache_spec.block_size
+                for group in scheduler.kv_cache_config.kv_cache_groups
+            ],
+            "declined": self._bench_declined(),
+        }
+
+    def _bench_declined(self) -> dict[str, str | None]:
+        arms = self._bench_arms(KVConnectorRole.SCHEDULER)
+        said = {}
+        for name, arm in arms.items():
+            half = getattr(arm, "scheduler", None) if "LakeCache" in type(arm).__name__ else None
+            said[name] = getattr(arm, "declined", None) or getattr(half, "declined", None)
+        return said
+
+    def _bench_arms(self, role: KVConnectorRole) -> dict[str, Any]:
+        for known, _, connector in created:
+            if known == role:
+                if isinstance(connector, SwitchConnector):
+                    return connector.arms
+                return {"": connector}
+        return {}
+
+    def bench_activate(self, name: str | None) -> None:
+        """Give the engine an arm's connector, none (None), or all of them back ("*")."""
+        scheduler, runner = schedulers[-1], self.model_runner
+        if not hasattr(self, "_bench_original"):
+            self._bench_original = (
+                scheduler.connector,
+                kv_transfer_state._KV_CONNECTOR_AGENT,
+                scheduler.defer_block_free,
+                getattr(runner, "kv_connector", None),
+            )
+        connector, agent, defer, wrapper = self._bench_original
+        if name is None:
+            scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+            scheduler.defer_block_free = False
+        else:
+            if name != "*":
+                connector = self._bench_arms(KVConnectorRole.SCHEDULER)[name]
+                agent = self._bench_arms(KVConnectorRole.WORKER)[name]
+            scheduler.connector = connector
+            kv_transfer_state._KV_CONNECTOR_AGENT = agent
+            scheduler.defer_block_free = defer
+            scheduler.requires_kv_delivery = connector.requires_kv_delivery
+        if wrapper is not None:
+            from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+
+            runner.kv_connector = NO_OP_KV_CONNECTOR if name is None else wrapper
+            wrapper.kv_connector = agent
+
+    def bench_pending(self) -> bool:
+        """Whether requests run or copies to the host are under way."""
+        scheduler = schedulers[-1]
+        return bool(scheduler.has_requests() or scheduler.has_finished_requests())
+
+    def bench_wait_ready(self, seconds: float) -> bool:
+        """Wait until the identity of the weights is known (LakeCache)."""
+        half = _find(schedulers[-1].connector, lambda thing: hasattr(thing, "wait_ready"))
+        return half is None or bool(half.wait_ready(seconds))
+
+    def bench_flush(self, seconds: float) -> bool:
+        """Wait until what is in memory is also on disk (LakeCache)."""
+        cache = _find(schedulers[-1].connector, _is_cache)
+        return cache is None or bool(cache.flush(seconds))
+
+    def bench_counters(self) -> dict[str, Any]:
+        """Counters of LakeCache's scheduler half since its start."""
+        half = _find(
+            schedulers[-1].connector,
+            lambda thing: hasattr(thing, "counts") and hasattr(thing, "total"),
+        )
+        if half is None:
+            return {}
+        names = set(half.counts) | set(half._reported)
+        return {name: half.total(name) for name in names}
+
+    def bench_cache_stats(self) -> dict[str, Any]:
+        """The core's own counters and gauges (LakeCache)."""
+        cache = _find(schedulers[-1].connector, _is_cache)
+        if cache is None or not hasattr(cache, "stats"):
+            return {}
+        stats = cache.stats() if callable(cache.stats) else cache.stats
+        return {
+            name: value for name, value in dict(stats).items() if isinstance(value, int | float)
+        }
+
+    def bench_burn(self, seconds: float) -> None:
+        """Keep the GPU busy, so that what follows finds its clocks up."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return
+        matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            for _ in range(10):
+                torch.mm(matrix, matrix)
+            torch.cuda.synchronize()
+
+    def bench_link(self, nbytes: int, repeats: int) -> dict[str, float]:
+        """Bandwidth of one large copy each way, registered memory, GB/s (median)."""
+        import statistics
+
+        import torch
+
+        if not torch.cuda.is_available():
+            source, target = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes).byte()
+            started = time.perf_counter()
+            target.copy_(source)
+            rate = nbytes / (time.perf_counter() - started) / 1e9
+            return {"h2d": rate, "d2h": rate}
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        rates = {}
+        for name, target, source in (("h2d", device, host), ("d2h", host, device)):
+            seen = []
+            for _ in range(repeats + 1):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                target.copy_(source, non_blocking=True)
+                end.record()
+                end.synchronize()
+                seen.append(nbytes / begin.elapsed_time(end) / 1e6)
+            rates[name] = statistics.median(seen[1:])
+        del host, device
+        torch.cuda.empty_cache()
+        return rates
+
+    def bench_collect(self) -> None:
+        """Collect garbage now rather than while something is measured."""
+        gc.collect()

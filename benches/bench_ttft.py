@@ -1,0 +1,398 @@
+"""Time to first token of real vLLM with and without caches, side by side.
+
+    bench_ttft.py --models qwen3-0.6b --output ttft.json             engines of their own
+    bench_ttft.py --models qwen3-8b --together --output ttft.json    one engine, arms switched
+    bench_ttft.py --pairs 15 --models qwen3-0.6b --output pairs.json cold overhead in pairs
+
+Cells: cold; after_store (the same prompt again, at once, while it is being stored); gpu_hit (once
+everything is stored); memory_hit (the GPU's prefix cache emptied); disk_hit (the engine restarted,
+the pool removed, the page cache dropped). One request at a time, one output token, arms taking
+turns on the same prompts, so that whatever disturbs the machine disturbs them alike. A hit counts
+only if vLLM's counters say so. The floor of a memory hit is a GPU hit without connector plus the
+bytes over the link's bandwidth, that of a disk hit the bytes over the disk's, both measured in the
+same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import _engines as engines
+from _engines import GIB, Host, Workplace, median, progress
+
+LENGTHS = (512, 8192, 32768)
+KV_GIB = {"qwen3-0.6b": 20.0, "qwen3-8b": 14.0, "qwen3-tiny": 0.0625}
+KV_GIB_TOGETHER = {"qwen3-0.6b": 64.0, "qwen3-8b": 64.0, "qwen3-tiny": 0.0625}
+MEMORY_CELLS = ("cold", "after_store", "gpu_hit", "memory_hit")
+RESTARTABLE = ("tiering", "lmcache", "lakecache")
+CONNECTED = ("offloading", "tiering", "lmcache", "lakecache", "lakecache-always")
+LINK_BYTES = GIB
+WARM_SEED = 900_000
+
+
+def cells_of(arm: str, wanted: list[str]) -> list[str]:
+    """An engine without a cache computes where others hit."""
+    cells = [cell for cell in wanted if cell in MEMORY_CELLS]
+    return cells if arm in CONNECTED else [cell for cell in cells if cell != "memory_hit"]
+
+
+class Run:
+    """One model's measurements."""
+
+    def __init__(self, model: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
+        self.model, self.options, self.record = model, options, record
+        self.place = Workplace(options.output, options.scratch)
+        self.lengths = engines.split(options.lengths, int)
+        self.arms = engines.split(options.arms)
+        self.cells = engines.split(options.cells)
+        self.result: dict[str, Any] = {"model": model, "samples": [], "starts": {}}
+        record["models"][model] = self.result
+        self.stored: dict[str, list[tuple[int, int]]] = {arm: [] for arm in self.arms}
+        self.written = dict.fromkeys(self.arms, 0)
+        if options.kv_gib is None:
+            sizes = KV_GIB_TOGETHER if options.together or options.pairs else KV_GIB
+            options.kv_gib = sizes[model]
+
+    # Engines
+
+    def start(self, arms: list[str], stage: str) -> dict[str, Host]:
+        """Start the arms' engines, one for all or one each; return which serves which."""
+        wanted = [arms] if self.options.together or self.options.pairs else [[a] for a in arms]
+        hosts = [
+            Host(group, self.model, self.place, self.options, self.lengths,
+                 name=f"{self.model}-{stage}-{'all' if len(group) > 1 else group[0]}")
+            for group in wanted
+        ]  # fmt: skip
+        engines.start_hosts(hosts, one_by_one=self.options.one_by_one)
+        serving = {}
+        for host in hosts:
+            self.result["starts"][host.name] = host.started | {"ready_s": host.ready_s}
+            serving |= dict.fromkeys(host.arms, host)
+            self.warm_up(host)
+        self.save()
+        return serving
+
+    def warm_up(self, host: Host) -> None:
+        """Run every length in every arm once: graphs, kernels and caches of the allocator."""
+        for arm in host.arms:
+            host.activate(arm)
+            for length in self.lengths:
+                cells = ["cold", "gpu_hit", *(["memory_hit"] if arm in CONNECTED else [])]
+                host.call("turn", seed=WARM_SEED + length, length=length, cells=cells)
+
+    def stop(self, serving: dict[str, Host]) -> None:
+        """End the engines."""
+        for host in dict.fromkeys(serving.values()):
+            if host.process is not None:
+                for arm in host.arms:
+                    if arm.startswith("lakecache"):
+                        host.activate(arm)
+                        self.result.setdefault("counters", {})[f"{host.name}:{arm}"] = host.call(
+                            "counters"
+                        )
+                host.stop()
+
+    def save(self) -> None:
+        """Write what there is."""
+        self.place.save(self.record)
+
+    # Measuring
+
+    def bandwidths(self, host: Host) -> None:
+        """The ceilings of this run."""
+        size = LINK_BYTES if self.options.device == "cuda" else LINK_BYTES >> 6
+        self.result["link_gb_s"] = host.call("link", nbytes=size)
+        size = int(self.options.disk_probe_gib * GIB)
+        self.result["disk_gb_s"] = engines.disk_bandwidth(self.place.scratch, size)
+        progress(f"link {self.result['link_gb_s']}, disk {self.result['disk_gb_s']}")
+
+    def turn(self, host: Host, arm: str, length: int, seed: int, cells: list[str]) -> None:
+        """Measure one prompt on one arm, and note what was seen."""
+        host.activate(arm)
+        seen = host.call("turn", seed=seed, length=length, cells=cells)
+        for cell in cells:
+            self.result["samples"].append(
+                {"arm": arm, "length": length, "cell": cell, "seed": seed, **seen[cell]}
+            )
+        self.result["samples"][-1]["settle_s"] = seen["settle_s"]
+        if "cold" in cells:
+            self.stored[arm].append((length, seed))
+            self.written[arm] += length * engines.kv_bytes_per_token(self.model)
+
+    def within_budget(self, arm: str, length: int) -> bool:
+        """vLLM's fs tier has no limit of its own: it is given no more than the others may use."""
+        more = length * engines.kv_bytes_per_token(self.model)
+        return arm != "tiering" or self.written[arm] + more <= self.options.disk_gib * GIB
+
+    def memory_cells(self, serving: dict[str, Host]) -> None:
+        """Everything up to the memory hit, the longest prompts first: they are evicted first."""
+        for length in sorted(self.lengths, reverse=True):
+            for repeat in range(self.options.reps):
+                order = [arm for arm in self.arms if arm in serving]
+                order = order[repeat % len(order) :] + order[: repeat % len(order)]
+                for arm in order:
+                    if self.within_budget(arm, length):
+                        cells = cells_of(arm, self.cells)
+                        self.turn(serving[arm], arm, length, repeat, cells)
+                self.save()
+            progress(f"{self.model}: {length} tokens: " + self.line(length))
+
+    def line(self, length: int) -> str:
+        """The medians of a length so far."""
+        parts = []
+        for arm in [*self.arms, "lakecache-always"]:
+            for cell in (*MEMORY_CELLS, "disk_hit"):
+                if samples := self.times(arm, length, cell):
+                    parts.append(f"{arm} {cell} {median(samples):.1f}")
+        return "; ".join(parts)
+
+    def disk_cells(self, serving: dict[str, Host]) -> None:
+        """Restart, without pool and page cache, and ask again for what was stored."""
+        arms = [arm for arm in self.arms if arm in RESTARTABLE and arm in serving]
+        if not arms:
+            return
+        self.stop(serving)
+        shutil.rmtree(self.place.ram, ignore_errors=True)
+        self.place.ram.mkdir()
+        again = list(arms)
+        if "lakecache" in arms and "always" in engines.split(self.options.policies):
+            self.link_copy("lakecache", "lakecache-always")
+            again.append("lakecache-always")
+        if "auto" not in engines.split(self.options.policies):
+            again = [arm for arm in again if arm != "lakecache"]
+        if "none" in self.arms:
+            again.insert(0, "none")
+        restarted = self.start(again, "restart")
+        for length in sorted(self.lengths, reverse=True):
+            for repeat in range(self.options.disk_reps):
+                for arm in again:
+                    kept = self.stored["lakecache" if arm == "lakecache-always" else arm]
+                    seeds = [seed for size, seed in reversed(kept) if size == length]
+                    if repeat < len(seeds):
+                        cell = "recompute" if arm == "none" else "disk_hit"
+                        self.turn(restarted[arm], arm, length, seeds[repeat], [cell])
+                self.save()
+            progress(f"{self.model}: restarted, {length} tokens: " + self.line(length))
+        self.stop(restarted)
+
+    def link_copy(self, source: str, target: str) -> None:
+        """A second cache directory with the same files, so that both policies read all prompts."""
+        origin, copied = self.place.scratch / source, self.place.scratch / target
+        for root, _, names in os.walk(origin):
+            folder = copied / Path(root).relative_to(origin)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in names:
+                path = Path(root, name)
+                if path.suffix == ".kv":
+                    os.link(path, folder / name)
+                elif path.name == "manifest.json":
+                    shutil.copy2(path, folder / name)
+
+    def pairs(self) -> None:
+        """Alternate without and with LakeCache in one engine, on prompts of their own."""
+        arms = [arm for arm in self.arms if arm in {"none", "null", "lakecache"}]
+        serving = self.start(arms, "pairs")
+        self.bandwidths(serving["none"])
+        cells = ["cold", "after_store", "gpu_hit"]
+        for length in self.lengths:
+            for number in range(self.options.pairs):
+                order = arms if number % 2 == 0 else arms[::-1]
+                for place, arm in enumerate(order):
+                    self.turn(serving[arm], arm, length, 10_000 + number * 8 + place, cells)
+                self.save()
+            progress(f"{self.model}: {length} tokens: " + self.line(length))
+        self.stop(serving)
+
+    def measure(self) -> None:
+        """Everything that the options ask for."""
+        server = None
+        try:
+            if self.options.pairs:
+                self.pairs()
+                return
+            if "lmcache" in self.arms:
+                server = engines.LmcacheServer(self.place, self.options.cpu_gib)
+            serving = self.start(self.arms, "first")
+            self.bandwidths(serving[self.arms[0]])
+            self.memory_cells(serving)
+            if "disk_hit" in self.cells:
+                self.disk_cells(serving)
+            else:
+                self.stop(serving)
+        finally:
+            if server is not None:
+                server.stop()
+            self.save()
+            engines.stop_all()
+            engines.keep_logs(self.place, self.options)
+            self.place.remove()
+
+    # Reporting
+
+    def chosen(self, arm: str, length: int, cell: str) -> list[dict[str, Any]]:
+        """The samples of a cell."""
+        return [
+            sample
+            for sample in self.result["samples"]
+            if (sample["arm"], sample["length"], sample["cell"]) == (arm, length, cell)
+        ]
+
+    def times(self, arm: str, length: int, cell: str) -> list[float]:
+        """The times of a cell whose hits are proved, in ms."""
+        return [s["ms"] for s in self.chosen(arm, length, cell) if self.proved(s)]
+
+    def proved(self, sample: dict[str, Any]) -> bool:
+        """Whether the counters say what the cell's name says; `auto` may decline."""
+        cell, length = sample["cell"], sample["length"]
+        if cell in {"cold", "recompute"}:
+            return sample["cached"] == 0
+        if cell in {"after_store", "gpu_hit"}:
+            return sample["cached"] > 0
+        external = sample.get("counts", {}).get("external_prefix_cache_hits", 0)
+        if sample["arm"] == "lakecache":
+            return sample["cached"] == 0 or external > 0
+        return external >= length // 2
+
+    def report(self) -> None:
+        """Print the tables of this model."""
+        print(f"\n{self.model}, ms, median [range]; x = against none")
+        per_token = engines.kv_bytes_per_token(self.model)
+        link = self.result.get("link_gb_s", {}).get("h2d")
+        disk = self.result.get("disk_gb_s", {}).get("read")
+        arms = [*self.arms, *(["lakecache-always"] if "lakecache" in self.arms else [])]
+        rows = []
+        for length in self.lengths:
+            bare = median(self.times("none", length, "gpu_hit"))
+            cold = median(self.times("none", length, "cold"))
+            for cell in (*MEMORY_CELLS, "disk_hit", "recompute"):
+                base = cold if cell in {"cold", "disk_hit", "recompute"} else bare
+                row = [f"{length}", cell]
+                for arm in arms:
+                    samples = self.times(arm, length, cell)
+                    unproved = len(self.chosen(arm, length, cell)) - len(samples)
+                    said = engines.summary(samples)
+                    said += f" x{median(samples) / base:.3f}" if samples and base > 0 else ""
+                    row.append(said + (f" ({unproved} not proved)" if unproved else ""))
+                if any(part != "-" for part in row[2:]):
+                    floor = ""
+                    if cell == "memory_hit" and link:
+                        floor = f"{bare + length * per_token / link / 1e6:.2f}"
+                    if cell == "disk_hit" and disk:
+                        floor = f"{bare + length * per_token / disk / 1e6:.2f}"
+                    rows.append([*row, floor])
+        print(engines.table(["tokens", "cell", *arms, "floor"], rows))
+        self.report_pairs()
+        self.report_loads(arms, link, disk)
+        self.report_tokens(arms)
+
+    def report_pairs(self) -> None:
+        """Differences within pairs, with the interval of their median."""
+        if not self.options.pairs:
+            return
+        rows = []
+        for length in self.lengths:
+            for cell in ("cold", "after_store", "gpu_hit"):
+                base = [s["ms"] for s in self.chosen("none", length, cell)]
+                for arm in ("null", "lakecache"):
+                    with_it = [s["ms"] for s in self.chosen(arm, length, cell)]
+                    if not with_it:
+                        continue
+                    ratios = [b / a for a, b in zip(base, with_it, strict=False)]
+                    low, high = engines.interval(ratios)
+                    rows.append(
+                        [length, cell, arm, len(ratios), f"{median(base):.3f}",
+                         f"{median(with_it):.3f}", f"{median(ratios):.4f}",
+                         f"{low:.4f}-{high:.4f}"]
+                    )  # fmt: skip
+        header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
+        print("\npairs, median of ratios\n" + engines.table(header, rows))
+        self.result["pairs"] = [dict(zip(header, row, strict=True)) for row in rows]
+
+    def report_loads(self, arms: list[str], link: float | None, disk: float | None) -> None:
+        """How much of the bandwidth a hit uses beyond the time of a GPU hit."""
+        rows = []
+        for length in self.lengths:
+            bare = median(self.times("none", length, "gpu_hit"))
+            for cell, ceiling in (("memory_hit", link), ("disk_hit", disk)):
+                for arm in arms:
+                    samples = [s for s in self.chosen(arm, length, cell) if self.proved(s)]
+                    loaded = [
+                        s.get("counts", {}).get("external_prefix_cache_hits", 0) for s in samples
+                    ]
+                    if not samples or not ceiling or not median(loaded):
+                        continue
+                    spent = max(median([s["ms"] for s in samples]) - bare, 1e-3)
+                    rate = median(loaded) * engines.kv_bytes_per_token(self.model) / spent / 1e6
+                    rows.append(
+                        [length, cell, arm, f"{median(loaded):.0f}", f"{spent:.2f}",
+                         f"{rate:.2f}", f"{rate / ceiling:.3f}"]
+                    )  # fmt: skip
+        header = ["tokens", "cell", "arm", "loaded tokens", "ms over GPU hit", "GB/s", "of ceiling"]
+        if rows:
+            print("\nloads\n" + engines.table(header, rows))
+            self.result["loads"] = [dict(zip(header, row, strict=True)) for row in rows]
+
+    def report_tokens(self, arms: list[str]) -> None:
+        """Every cell of every arm has to answer a prompt with the same token."""
+        answers: dict[tuple[int, int], dict[tuple, list[str]]] = {}
+        for sample in self.result["samples"]:
+            who = f"{sample['arm']} {sample['cell']}"
+            prompt = answers.setdefault((sample["length"], sample["seed"]), {})
+            prompt.setdefault(tuple(sample["tokens"]), []).append(who)
+        differing = {prompt: said for prompt, said in answers.items() if len(said) > 1}
+        self.result["prompts_with_other_tokens"] = [
+            {"prompt": prompt, "tokens": [{"tokens": t, "said": w} for t, w in said.items()]}
+            for prompt, said in differing.items()
+        ]
+        print(f"\ntokens: {len(answers)} prompts, {len(differing)} answered in more than one way")
+        for prompt, said in list(differing.items())[:5]:
+            print(f"  {prompt}: {said}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    engines.add_options(
+        parser, models=["qwen3-0.6b"], arms=["none", "offloading", "tiering", "lakecache"]
+    )
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--cells", default=",".join([*MEMORY_CELLS, "disk_hit"]))
+    parser.add_argument("--reps", type=int, default=7)
+    parser.add_argument("--disk-reps", type=int, default=5)
+    parser.add_argument("--policies", default="auto,always", help="load policies after a restart")
+    parser.add_argument("--pairs", type=int, default=0, help="alternating pairs, none/lakecache")
+    parser.add_argument("--together", action="store_true", help="all arms in one engine")
+    parser.add_argument("--one-by-one", action="store_true", help="never start two at a time")
+    parser.add_argument("--disk-probe-gib", type=float, default=4.0)
+    options = parser.parse_args()
+    if options.pairs and options.arms == parser.get_default("arms"):
+        options.arms = "none,lakecache"
+    engines.stop_on_signals()
+    if options.device == "cpu":
+        options.models, options.cpu_gib, options.disk_gib = "qwen3-tiny", 0.25, 0.25
+        options.disk_probe_gib = 1 / 16
+        options.lengths = options.lengths if options.lengths != "512,8192,32768" else "128,512,1024"
+    record: dict[str, Any] = {
+        "bench": "ttft", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
+        "models": {},
+    }  # fmt: skip
+    kv_gib = options.kv_gib
+    for model in engines.split(options.models):
+        options.kv_gib = kv_gib
+        run = Run(model, options, record)
+        try:
+            run.measure()
+        finally:
+            run.report()
+            run.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
