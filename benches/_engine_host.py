@@ -51,7 +51,7 @@ def drop_page_cache(folder: str) -> None:
     for root, _, names in os.walk(folder):
         for name in names:
             try:
-                descriptor = os.open(os.path.join(root, name), os.O_RDONLY)
+                descriptor = os.open(Path(root, name), os.O_RDONLY)
             except OSError:
                 continue
             try:
@@ -208,10 +208,16 @@ class EngineHost:
             gc.enable()
         return seen
 
+    def chat_turn(self, seed: int, length: int, whole: int, flush: bool = True) -> dict[str, Any]:
+        """Ask with the first `length` tokens of a prompt of `whole` tokens, and let it settle."""
+        seen = self.ask(tokens_of(seed, whole, self.vocabulary)[:length])
+        self.settle(flush)
+        return seen
+
     def _prepare(self, cell: str, flush: bool, burn: float) -> None:
-        if cell != "cold":
-            self.settle(flush)
-        if cell in {"memory_hit", "disk_hit", "recompute"}:
+        self.settle(flush)
+        # Arms that share an engine share the GPU's prefix cache too.
+        if cell != "gpu_hit":
             self.reset()
         if cell == "disk_hit":
             for folder in self.spec.get("dropped", {}).get(self.active or "", ()):
@@ -221,6 +227,10 @@ class EngineHost:
     def link(self, nbytes: int, repeats: int = 5) -> dict[str, float]:
         """Bandwidth between host and device, in the engine's own process."""
         return self._call("bench_link", nbytes, repeats)
+
+    def burn(self, seconds: float = BURN_SECONDS) -> None:
+        """Bring the GPU's clocks up."""
+        self._call("bench_burn", seconds)
 
     def counters(self) -> dict[str, Any]:
         """What LakeCache counted since the start."""
@@ -244,6 +254,7 @@ class EngineHost:
         gaps: list[float] = []
         answered: list[float] = []
         waiting = [tokens_of(one, length, self.vocabulary) for one in intruders]
+        before = self._counts()
         self._call("bench_collect")
         gc.collect()
         gc.disable()
@@ -266,13 +277,14 @@ class EngineHost:
                 ]
                 steps += len(grown) == streams
                 for output in grown:
-                    before = last.get(output.request_id)
-                    if before is not None and sent:
-                        gaps.append((now - before) * 1e3)
+                    previous = last.get(output.request_id)
+                    if previous is not None and sent:
+                        gaps.append((now - previous) * 1e3)
                     last[output.request_id] = now
         finally:
             gc.enable()
-        return {"gaps": gaps, "answered_ms": answered}
+        counts = _difference(self._counts(), before)
+        return {"gaps": gaps, "answered_ms": answered, "counts": counts}
 
     def _add(self, engine: Any, tokens: list[int], count: int, kind: str) -> None:
         self.request_number += 1

@@ -315,6 +315,7 @@ class Host:
         self._answers, answers = os.pipe()
         environment = os.environ | {
             "PYTHONPATH": f"{ROOT / 'python'}:{BENCHES}:{os.environ.get('PYTHONPATH', '')}",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
@@ -324,6 +325,8 @@ class Host:
             environment |= {
                 "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
             }  # fmt: skip
+        else:
+            environment.pop("TORCHDYNAMO_DISABLE", None)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(BENCHES / "_engine_host.py"), str(self._specification),

@@ -1,0 +1,16 @@
+#!/bin/sh
+# Run the tests that need an NVIDIA GPU with the Python that has vLLM, torch and pytest:
+#
+#     scripts/run_gpu_tests.sh [LOGS] [pytest's arguments]
+#
+# The compiled module must lie in python/lakecache (scripts/build_extension.sh). PYTHON names the
+# interpreter (default: python3); LOGS is a folder for the engines' logs.
+set -eu
+cd "$(dirname "$0")/.."
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+    export LAKECACHE_GPU_TESTS_LOGS="$1"
+    shift
+fi
+export PYTHONPATH="$PWD/python:$PWD/scripts:$PWD/tests:$PWD/tests/gpu:$PWD/benches${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m pytest tests -m gpu -p no:cacheprovider \
+    --durations=15 "$@"
