@@ -22,7 +22,7 @@ from typing import Any
 # Between a request and the next measurement the GPU waits for the host and lowers its clocks.
 BURN_SECONDS = 0.1
 SETTLE_SECONDS = 60.0
-STABLE_SECONDS = 0.3
+STABLE_SECONDS = 0.1
 
 
 def tokens_of(seed: int, length: int, vocabulary: int, shared: int = 0, family: int = 0) -> list:

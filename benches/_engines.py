@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import mmap
@@ -255,7 +256,8 @@ def engine_settings(model: str, options: Any, lengths: Iterable[int]) -> dict[st
         settings |= {"dtype": "bfloat16", "enforce_eager": True, "block_size": 32}
         # By name, because vLLM's CPU platform replaces "uni" where the core has its own process.
         settings["distributed_executor_backend"] = UNIPROC
-        settings["max_model_len"] = min(longest + 512, MODELS[model]["max_position_embeddings"])
+        most = MODELS[model]["max_position_embeddings"] if model in MODELS else longest + 512
+        settings["max_model_len"] = min(longest + 512, most)
     else:
         settings |= {"dtype": "bfloat16", "gpu_memory_utilization": options.gpu_share}
         settings["distributed_executor_backend"] = "uni"
@@ -291,15 +293,18 @@ class Host:
             }
         elif connected:
             settings["kv_transfer_config"] = connected[arms[0]]
+        self.engine_id = f"bench-{os.getpid()}-{next(_numbers)}"
+        if "kv_transfer_config" in settings:
+            settings["kv_transfer_config"] = settings["kv_transfer_config"] | {
+                "engine_id": self.engine_id
+            }
         key = (lambda arm: arm) if self.switched else (lambda arm: "")
         self.spec = {
             "engine": settings,
             "vocabulary": MODELS[model]["vocab_size"] if model in MODELS else 500,
             "switched": self.switched,
             "watched": {key(arm): watched_folder(arm, place) for arm in arms},
-            "dropped": {
-                key(arm): [str(place.scratch / arm)] for arm in arms if (place.scratch / arm)
-            },
+            "dropped": {key(arm): [str(place.scratch / arm)] for arm in arms},
         }
         self.log = place.scratch / f"{self.name.replace('/', '_')}.log"
         self._specification = place.scratch / f"{self.name.replace('/', '_')}.json"
@@ -398,6 +403,9 @@ class Host:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        # The memory that OffloadingConnector leaves behind when it is killed.
+        for left in Path("/dev/shm").glob(f"vllm_offload_{self.engine_id}*"):
+            left.unlink(missing_ok=True)
         for descriptor in (self._commands, self._answers):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -415,6 +423,7 @@ class EngineError(RuntimeError):
 
 
 _running: list[Host] = []
+_numbers = itertools.count(1)
 
 
 def stop_all() -> None:

@@ -54,6 +54,7 @@ class Run:
         record["models"][model] = self.result
         self.stored: dict[str, list[tuple[int, int]]] = {arm: [] for arm in self.arms}
         self.written = dict.fromkeys(self.arms, 0)
+        self.server: engines.LmcacheServer | None = None
         if options.kv_gib is None:
             sizes = KV_GIB_TOGETHER if options.together or options.pairs else KV_GIB
             options.kv_gib = sizes[model]
@@ -125,9 +126,12 @@ class Run:
             self.written[arm] += length * engines.kv_bytes_per_token(self.model)
 
     def within_budget(self, arm: str, length: int) -> bool:
-        """vLLM's fs tier has no limit of its own: it is given no more than the others may use."""
+        """The rivals' disk tiers have no limit: they get no more than the others may use."""
         more = length * engines.kv_bytes_per_token(self.model)
-        return arm != "tiering" or self.written[arm] + more <= self.options.disk_gib * GIB
+        return (
+            arm not in {"tiering", "lmcache"}
+            or self.written[arm] + more <= self.options.disk_gib * GIB
+        )
 
     def memory_cells(self, serving: dict[str, Host]) -> None:
         """Everything up to the memory hit, the longest prompts first: they are evicted first."""
@@ -159,6 +163,9 @@ class Run:
         self.stop(serving)
         shutil.rmtree(self.place.ram, ignore_errors=True)
         self.place.ram.mkdir()
+        if self.server is not None:
+            self.server.stop()
+            self.server = engines.LmcacheServer(self.place, self.options.cpu_gib)
         again = list(arms)
         if "lakecache" in arms and "always" in engines.split(self.options.policies):
             self.link_copy("lakecache", "lakecache-always")
@@ -210,13 +217,12 @@ class Run:
 
     def measure(self) -> None:
         """Everything that the options ask for."""
-        server = None
         try:
             if self.options.pairs:
                 self.pairs()
                 return
             if "lmcache" in self.arms:
-                server = engines.LmcacheServer(self.place, self.options.cpu_gib)
+                self.server = engines.LmcacheServer(self.place, self.options.cpu_gib)
             serving = self.start(self.arms, "first")
             self.bandwidths(serving[self.arms[0]])
             self.memory_cells(serving)
@@ -225,8 +231,8 @@ class Run:
             else:
                 self.stop(serving)
         finally:
-            if server is not None:
-                server.stop()
+            if self.server is not None:
+                self.server.stop()
             self.save()
             engines.stop_all()
             engines.keep_logs(self.place, self.options)
