@@ -30,6 +30,15 @@ created: list[tuple[KVConnectorRole, float, Any]] = []
 registering: list[float] = []
 schedulers: list[Any] = []
 SEARCH_DEPTH = 4
+# What the engine calls in every step, in the scheduler and in the model runner.
+STEP_CALLS = (
+    "build_connector_meta", "update_connector_output", "take_events", "get_kv_connector_stats",
+    "has_pending_push_work", "has_pending_block_frees", "handle_preemptions",
+    "bind_connector_metadata", "start_load_kv", "finish_forward", "wait_for_save",
+    "get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta", "clear_connector_metadata", "wait_for_layer_load",
+    "save_kv_layer",
+)  # fmt: skip
 
 
 def _watch_creation() -> None:
@@ -179,7 +188,7 @@ class Extension:
             "constructor_s": {str(role): spent for role, spent, _ in created},
             "register_s": sum(registering),
             "runner": type(runner).__module__,
-            "layout": str(getattr(runner.kv_cache_config, "kv_cache_layout", None)),
+            "layout": str(getattr(scheduler.kv_cache_config, "kv_cache_layout", None)),
             "num_gpu_blocks": scheduler.kv_cache_config.num_blocks,
             "block_tokens": [
                 group.kv_cache_spec.block_size
@@ -309,6 +318,35 @@ class Extension:
         del host, device
         torch.cuda.empty_cache()
         return rates
+
+    def bench_time_calls(self, on: bool) -> dict[str, Any]:
+        """Time the active connector's calls from now on; or stop, and give (calls, seconds)."""
+        halves = [schedulers[-1].connector, kv_transfer_state._KV_CONNECTOR_AGENT]
+        halves = [half for half in halves if half is not None]
+        if not on:
+            for half in halves:
+                for name in STEP_CALLS:
+                    half.__dict__.pop(name, None)
+            return self._bench_timed
+        self._bench_timed: dict[str, list[float]] = {}
+        for half in dict.fromkeys(halves):
+            for name in STEP_CALLS:
+                setattr(half, name, self._bench_wrapped(name, getattr(half, name)))
+        return {}
+
+    def _bench_wrapped(self, name: str, method: Any) -> Any:
+        seen = self._bench_timed.setdefault(name, [0, 0.0])
+        clock = time.perf_counter
+
+        def timed(*args, **kwargs):
+            started = clock()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                seen[0] += 1
+                seen[1] += clock() - started
+
+        return timed
 
     def bench_collect(self) -> None:
         """Collect garbage now rather than while something is measured."""

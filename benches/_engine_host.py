@@ -13,7 +13,9 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -232,6 +234,10 @@ class EngineHost:
         """Bring the GPU's clocks up."""
         self._call("bench_burn", seconds)
 
+    def time_calls(self, on: bool) -> dict[str, Any]:
+        """Time the connector's own calls, or stop and tell."""
+        return self._call("bench_time_calls", on)
+
     def counters(self) -> dict[str, Any]:
         """What LakeCache counted since the start."""
         return {"scheduler": self._call("bench_counters"), "core": self._call("bench_cache_stats")}
@@ -333,7 +339,15 @@ class EngineHost:
         self.llm.llm_engine.engine_core.shutdown()
 
 
+def die_with_parent(parent: int) -> None:
+    """End the whole process group once the bench is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> int:
+    threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
     spec = json.loads(Path(sys.argv[1]).read_text())
     commands = os.fdopen(int(sys.argv[2]), "r")
     answers = os.fdopen(int(sys.argv[3]), "w")

@@ -84,12 +84,33 @@ class Run:
                             self.note(arm, phase, number, seen)
                 self.place.save(self.record)
                 progress(f"{self.model}: round {number} of {self.options.rounds}")
+            for arm in self.arms:
+                if arm != "none":
+                    self.idle_steps(serving[arm], arm)
             for host in dict.fromkeys(serving.values()):
                 host.stop()
         finally:
             engines.stop_all()
             engines.keep_logs(self.place, self.options)
             self.place.remove()
+
+    def idle_steps(self, host: Host, arm: str) -> None:
+        """Time the connector's own calls in steps in which there is nothing to move."""
+        host.activate(arm)
+        host.call("settle")
+        host.call("time_calls", on=True)
+        self.phase(host, arm, "alone", 0)
+        calls = host.call("time_calls", on=False)
+        steps = calls["build_connector_meta"][0]
+        self.result.setdefault("idle_step_us", {})[arm] = {
+            "steps": steps,
+            "total": sum(spent for _, spent in calls.values()) / steps * 1e6,
+            **{
+                name: round(spent / steps * 1e6, 2)
+                for name, (count, spent) in calls.items()
+                if count
+            },
+        }
 
     def note(self, arm: str, phase: str, number: int, seen: dict[str, Any]) -> None:
         """Keep a round's gaps (rounded to a microsecond)."""
@@ -140,6 +161,8 @@ class Run:
         if rows:
             print(engines.table(list(self.result["table"][0]), rows))
         self.report_pairs(pooled)
+        for arm, spent in self.result.get("idle_step_us", {}).items():
+            print(f"connector's own time in an idle step, us: {arm}: {spent}")
 
     def hit_tokens(self, phase: str, arm: str) -> str:
         """Median of the tokens that came from outside the GPU in a round."""
