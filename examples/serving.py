@@ -39,7 +39,8 @@ class Server:
                 "kv_connector_module_path": "lakecache.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
+                # Examples show loads, also where computing would be faster.
+                "kv_connector_extra_config": {"load_policy": "always", **extra},
             }
         settings = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 4} | settings
         self.llm = LLM(model=model, **settings)

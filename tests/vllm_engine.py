@@ -42,7 +42,12 @@ class Engine:
                 "kv_connector_module_path": "lakecache.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"chunk_size": CHUNK, **extra},
+                # What is in the store is loaded, also where this tiny model computes faster.
+                "kv_connector_extra_config": {
+                    "chunk_size": CHUNK,
+                    "load_policy": "always",
+                    **extra,
+                },
             }
         settings.setdefault("model", str(MODEL))
         settings.setdefault("dtype", "float32")

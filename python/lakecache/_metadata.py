@@ -6,6 +6,8 @@ packed 32-bit integers, and a step without work carries one constant object.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-__all__ = ["IDLE", "CacheStats", "Handshake", "StepPlan", "WorkerReport"]
+__all__ = ["IDLE", "CacheStats", "Handshake", "StepPlan", "Tally", "WorkerReport"]
+
+STATS_SECONDS = 1.0
 
 
 class StepPlan(KVConnectorMetadata):
@@ -128,3 +132,28 @@ class CacheStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether there is nothing to log."""
         return not self.data
+
+
+class Tally(Counter[str]):
+    """Counters of the current interval, and the sums of those before."""
+
+    def __init__(self) -> None:
+        """Begin at zero."""
+        super().__init__()
+        self._before: Counter[str] = Counter()
+        self._given_at = 0.0
+
+    def interval(self) -> CacheStats | None:
+        """Give the interval's counters and begin the next, at most once a second."""
+        now = time.monotonic()
+        if now - self._given_at < STATS_SECONDS:
+            return None
+        self._given_at = now
+        self._before.update(self)
+        data = dict(self)
+        self.clear()
+        return CacheStats(data=data)
+
+    def since_start(self, name: str) -> int:
+        """Give a counter since the start."""
+        return self._before[name] + self[name]

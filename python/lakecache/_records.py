@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
+    from lakecache._policy import Choice
+
 __all__ = ["Load", "Space", "Store", "Tracked"]
 
 
@@ -81,6 +83,7 @@ class Tracked:
     __slots__ = (
         "asked",
         "attempts",
+        "choice",
         "failures",
         "first",
         "in_memory",
@@ -102,6 +105,7 @@ class Tracked:
         self.first = 0
         self.in_memory = 0
         self.asked: float | None = None
+        self.choice: Choice | None = None
         self.local = 0
         self.load: Load | None = None
         self.same_step = False

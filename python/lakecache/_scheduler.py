@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from array import array
-from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakecache import identity
-from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
-from lakecache._records import Load, Space, Store, Tracked
+from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
+from lakecache._policy import LoadPolicy
+from lakecache._records import Load, Store, Tracked
+from lakecache._spaces import Namespaces
 from lakecache._support import KIND_CHUNK, chunk_geometry
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ STORE_ATTEMPTS = 8
 # Stores under way may pin at most this share of the GPU's blocks, and this many chunks.
 PINNED_SHARE = 4
 STORES_IN_FLIGHT = 1024
-STATS_SECONDS = 1.0
 DRAIN_SECONDS = 5.0
 SYNC_WRITE_SECONDS = 10.0
 
@@ -74,11 +73,9 @@ class SchedulerHalf:
         from lakecache import _core  # type: ignore[attr-defined]
 
         self._core = _core
-        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._cache = cache
-        self._unstable = unstable
         self.chunk, self.block, self.unit = chunk_geometry(kv_cache_config, config.chunk_size)
         if self.chunk != config.chunk_size:
             log.info(
@@ -89,12 +86,6 @@ class SchedulerHalf:
         self.ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self.part_bytes = 0
         self.declined: str | None = None
-        self._rank_identities: list[str] | None = None
-        self._fingerprint = None if unstable else identity.Fingerprint(vllm_config)
-        self._spaces: dict[tuple[str, int, str] | None, Space | None] = {}
-        self._lora_digests: dict[tuple[str, int, str], identity.LoraDigest] = {}
-        self._adapters: dict[tuple[str, str], int] = {}
-        self._base_digest: bytes | None = None
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._saving: dict[str, Tracked] = {}
@@ -111,9 +102,16 @@ class SchedulerHalf:
         self._pinned_blocks = 0
         self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
-        self.counts: Counter[str] = Counter()
-        self._reported: Counter[str] = Counter()
-        self._stats_at = 0.0
+        self.counts = Tally()
+        self.spaces = Namespaces(
+            vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
+            unstable=unstable,
+        )  # fmt: skip
+        self.policy: LoadPolicy | None = None
+        if config.load_policy == "auto":
+            self.policy = LoadPolicy.of(vllm_config, config)
+            if config.cache_dir and not unstable:
+                self.spaces.when_known = partial(self.policy.keep_in, Path(config.cache_dir))
 
     # Start-up
 
@@ -138,80 +136,21 @@ class SchedulerHalf:
             self._decline("the ranks' shares of a chunk differ in size")
         else:
             self.part_bytes = told[0].part_bytes
-            self._rank_identities = [worker.identity for worker in told]
+            self.spaces.ranks = [worker.identity for worker in told]
             self._same_step = all(worker.same_step for worker in told)
 
     def _decline(self, reason: str) -> None:
-        self.declined = reason
+        self.declined, self.spaces.ranks = reason, None
         log.warning("LakeCache does nothing in this engine: %s.", reason)
 
     def ready(self) -> bool:
         """Whether keys can be made yet."""
-        return self._space(None) is not None
+        return self.spaces.of(None) is not None
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait for the weights' digest; for tests and tools, never called by the engine."""
-        if self._fingerprint is not None:
-            self._fingerprint.wait(timeout)
+        self.spaces.wait(timeout)
         return self.ready()
-
-    def _space(self, lora: Any) -> Space | None:
-        """Give the namespace for a request with this adapter, or None while it is not known."""
-        place = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        if place is not None and not self._keeps_content(lora):
-            return None
-        found = self._spaces.get(place)
-        if found is not None:
-            return found
-        base = self._digest()
-        if base is None:
-            return None
-        digest, manifest = base, self._manifest
-        if place is not None:
-            adapter = self._lora_digests.get(place)
-            if adapter is None:
-                adapter = self._lora_digests[place] = identity.LoraDigest(place[2])
-            if (files := adapter.poll()) is None:
-                return None
-            digest = bytes(self._core.blake3(base + files.encode()))
-            manifest = manifest[:-1] + f',"lora":"{files}"}}'
-        number = self._cache.namespace(digest, manifest, persistent=not self._unstable)
-        if number is None:
-            self.counts["namespace_full"] += 1
-            return None
-        self._spaces[place] = Space(digest, number)
-        return self._spaces[place]
-
-    def _keeps_content(self, lora: Any) -> bool:
-        """Whether this adapter was loaded from its path only once in this engine.
-
-        After a second time, vLLM's own prefix cache may hold blocks of the first content.
-        """
-        path = (lora.lora_name, lora.lora_path)
-        ident = 0 if lora.load_inplace else lora.lora_int_id
-        if self._adapters.setdefault(path, ident) != ident:
-            self._adapters[path] = 0
-        return self._adapters[path] != 0
-
-    def _digest(self) -> bytes | None:
-        if self._base_digest is not None:
-            return self._base_digest
-        if self.declined or self._rank_identities is None:
-            return None
-        weights = "" if self._fingerprint is None else self._fingerprint.poll()
-        if weights is None:
-            return None
-        whole = identity.engine_identity(
-            self._vllm_config, self._kv_cache_config, chunk_tokens=self.chunk
-        )
-        whole["weights"] = weights
-        whole["ranks"] = self._rank_identities
-        if self._unstable:
-            whole["only_this_process"] = os.urandom(16).hex()
-        text = identity.canonical_json(whole)
-        self._manifest = text.decode()
-        self._base_digest = bytes(self._core.blake3(text))
-        return self._base_digest
 
     # Lookup
 
@@ -224,8 +163,7 @@ class SchedulerHalf:
             return 0, False
         keys = self._keys(tracked)
         first = local // self.chunk
-        cap = request.num_tokens - 1
-        if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, first):
+        if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, local):
             self._drop_lease(tracked)
             return 0, False
         held = tracked.lease.poll()
@@ -237,7 +175,12 @@ class SchedulerHalf:
             # The disk is slow: take what is held by now, or compute.
             self.counts["open_timeouts"] += 1
             held = tracked.lease.settle()
-        end = min((first + held) * self.chunk, cap)
+        if tracked.choice is not None and held < tracked.choice.taken:
+            # Less than was hoped for.
+            tiers = bytes(tracked.lease.tiers())[:held]
+            held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
+            tracked.lease.truncate(held)
+        end = min((first + held) * self.chunk, request.num_tokens - 1)
         # Less than a block is computed faster than it is loaded, and is what remains of a prompt
         # that the GPU holds up to its last block.
         if end - local < self.block:
@@ -253,21 +196,36 @@ class SchedulerHalf:
         The chunks are pinned, so the copies cannot fail, and the request need not wait for the
         engine to take notice of them.
         """
-        alone = self._same_step and len(self._tracked) == 1 and not self._loads
-        return alone and not any(bytes(tracked.lease.tiers())[:chunks])
+        return self._alone() and not any(bytes(tracked.lease.tiers())[:chunks])
 
-    def _take_lease(self, tracked: Tracked, keys: bytes, first: int) -> bool:
+    def _alone(self) -> bool:
+        return self._same_step and len(self._tracked) == 1 and not self._loads
+
+    def _take_lease(self, tracked: Tracked, keys: bytes, local: int) -> bool:
+        first = local // self.chunk
         if tracked.lease is not None:
             if tracked.first == first:
                 return True
             self._drop_lease(tracked)
         present, in_memory = self._cache.lookup(keys[first * KEY_BYTES :])
+        present = self._choose(tracked, local, present, in_memory)
         if not present:
             return False
         tracked.lease = self._cache.lease(keys[first * KEY_BYTES : (first + present) * KEY_BYTES])
         tracked.first = first
         tracked.in_memory = in_memory
         return True
+
+    def _choose(self, tracked: Tracked, local: int, present: int, in_memory: int) -> int:
+        """Give how many of the chunks that are present are worth loading."""
+        if self.policy is None or not present:
+            return present
+        tracked.choice = self.policy.choose(
+            tracked.choice, tokens=tracked.request.num_tokens, local=local, present=present,
+            in_memory=in_memory, chunk=self.chunk, chunk_bytes=self.ranks * self.part_bytes,
+            same_step=self._alone(),
+        )  # fmt: skip
+        return tracked.choice.taken
 
     def _drop_lease(self, tracked: Tracked) -> None:
         lease, tracked.lease, tracked.asked = tracked.lease, None, None
@@ -283,7 +241,7 @@ class SchedulerHalf:
     def _keys(self, tracked: Tracked) -> bytes:
         """Keys of all full chunks of the request, made once and extended as it grows."""
         request = tracked.request
-        space = self._space(request.lora_request)
+        space = self.spaces.of(request.lora_request)
         if space is None:
             return b""
         if tracked.space is not space:
@@ -307,6 +265,9 @@ class SchedulerHalf:
             self._start_load(tracked, blocks.get_block_ids()[0], external)
         else:
             self._drop_lease(tracked)
+        choice, tracked.choice = tracked.choice, None
+        if choice is not None:
+            self.counts.update(choice.counters(self.chunk, loads=external > 0))
         if tracked.next_save < 0 and not request.resumable:
             self._saving[request.request_id] = tracked
             self._settle_stored(tracked)
@@ -325,6 +286,10 @@ class SchedulerHalf:
         )  # fmt: skip
         lease.truncate(chunks)
         self._note_sources(tracked, chunks, external)
+        if self.policy is not None:
+            tiers = bytes(lease.tiers())[:chunks]
+            size = self.ranks * self.part_bytes
+            self.policy.load_started(load.ident, tiers, size, same_step=load.same_step)
         lease.start(0)
         tracked.lease, tracked.asked, tracked.load = None, None, load
         if load.same_step:
@@ -396,6 +361,8 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Say what the workers do in this step."""
+        if self.policy is not None:
+            self.policy.clock.planned(output)
         if not self._loads and not self._saving and not self._new_loads:
             return IDLE
         plan = self._plan = StepPlan()
@@ -603,6 +570,8 @@ class SchedulerHalf:
                 tracked.failures += 1
         if load.lease is not None:
             load.lease.close()
+        if self.policy is not None:
+            self.policy.load_ended(load.ident, good=good)
 
     def finished(self, request_id: str) -> None:
         """Forget a request. A load under way keeps its lease until the workers report it."""
@@ -630,28 +599,23 @@ class SchedulerHalf:
         self._saving.clear()
         for request_id in self._loads:
             self.fail_load(request_id)
-        self._spaces.clear()
-        self._lora_digests.clear()
-        self._base_digest = None
-        self._unstable = "the cache was reset"
+        self.spaces.reset()
         self.counts["resets"] += 1
         return True
 
     def stats(self) -> CacheStats | None:
-        """Give the counters at most once a second, and only when there are any."""
-        if not self.counts:
-            return None
-        now = time.monotonic()
-        if now - self._stats_at < STATS_SECONDS:
-            return None
-        self._stats_at = now
-        self._reported.update(self.counts)
-        data, self.counts = dict(self.counts), Counter()
-        return CacheStats(data=data)
+        """Give the counters at most once a second. vLLM asks once for every step that came back."""
+        if self.policy is not None:
+            self.policy.step_ended()
+        return self.counts.interval() if self.counts else None
 
     def total(self, name: str) -> int:
         """Give a counter since the start."""
-        return self._reported[name] + self.counts[name]
+        return self.counts.since_start(name)
+
+    def explain(self) -> dict[str, Any]:
+        """Give the estimates that decide between loading and computing, and the last decision."""
+        return {} if self.policy is None else self.policy.explain()
 
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""
@@ -665,5 +629,7 @@ class SchedulerHalf:
         self._loads_by_ident.clear()
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
+        if self.policy is not None:
+            self.policy.close()
         self._cache.flush(DRAIN_SECONDS)
         self._cache.close()

@@ -68,6 +68,9 @@ class Bench:
             ),
             load_config=SimpleNamespace(load_format="dummy"),
             model_config=SimpleNamespace(seed=0),
+            scheduler_config=SimpleNamespace(
+                max_num_batched_tokens=8192, long_prefill_token_threshold=0
+            ),
         )
         self.cache = fake.Cache(cache_dir=str(tmp_path / "kv"), ram_dir="ram")
         config = CacheConfig.from_extra_config(
@@ -85,9 +88,11 @@ class Bench:
         scheduled = {} if request is None else {request.request_id: tokens}
         ids = ([*range(1, 100)],)
         state = SimpleNamespace(get_block_ids=lambda _: ids)
-        plan = self.half.plan_step(
-            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
-        )
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=len(scheduled),
+            kv_connector_block_state=state,
+        )  # fmt: skip
+        plan = self.half.plan_step(output)  # type: ignore[arg-type]
         if request is not None:
             request.num_computed_tokens += tokens
         return plan

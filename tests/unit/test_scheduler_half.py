@@ -245,10 +245,12 @@ def test_a_plan_that_broke_off_still_reaches_the_workers(
     monkeypatch.setattr(bench.cache, "reserve", once)
     state = SimpleNamespace(get_block_ids=lambda _: ([*range(1, 100)],))
     scheduled = {first.request_id: 100, second.request_id: 100}
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=len(scheduled),
+        kv_connector_block_state=state,
+    )  # fmt: skip
     with pytest.raises(OSError, match="breaks"):
-        bench.half.plan_step(
-            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
-        )
+        bench.half.plan_step(output)  # type: ignore[arg-type]
     plan = bench.half.abandon_plan()
     assert [load[1] for load in plan.loads] == [loading.request_id]
     assert plan.failed == [plan.loads[0][0]]

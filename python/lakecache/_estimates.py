@@ -1,0 +1,361 @@
+"""What loading and computing cost, learnt from durations that were measured anyway."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from operator import mul
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Fit", "PrefillModel", "StepClock", "TierModel", "probe_disk"]
+
+log = logging.getLogger("vllm.lakecache")
+
+# One measurement: what was done, in the units of the model, and how many seconds it took.
+Sample = tuple[tuple[float, ...], float]
+
+KEPT_PER_CLASS = 5
+CLASSES = 32
+# A class counts half as much after this many measurements of other classes, but never nothing.
+HALF_LIFE = 8
+LEAST_WEIGHT = 0.003
+# A change below this is noise and not worth solving again.
+NOISE = 0.05
+# A class whose median moves by this factor says that the speed changed: all others age at once.
+CHANGED = 1.5
+CHANGE_AGES = 4 * HALF_LIFE
+RIDGE = 1e-4
+
+# A tier whose loads were measured less often than this is not known: the first ones compile.
+LOADS_TO_KNOW = 3
+PROBE_LATENCY_SECONDS = 0.003
+PROBE_FILES = 16
+PROBE_BYTES = 64 << 20
+PROBE_READ = 2 << 20
+PROBE_SECONDS = 0.5
+PROBE_THREADS = 4
+
+STEPS_IN_FLIGHT = 16
+
+
+class Fit:
+    """Seconds as a sum of costs, each zero or more, times what was done.
+
+    Measurements are sorted into classes by powers of two of what was done. A class keeps the last
+    five and is represented by their lower median, so that a stall or a first-time compilation is
+    outvoted. The costs minimise the relative error over all classes.
+    """
+
+    def __init__(self, scales: Sequence[float]) -> None:
+        """Take the typical size of each quantity: a lone measurement is split in proportion."""
+        self._scales = tuple(scales)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._classes: dict[tuple[int, ...], list[Sample]] = {}
+        self._middle: dict[tuple[int, ...], Sample] = {}
+        self._seen_at: dict[tuple[int, ...], int] = {}
+        self._age = 0
+        self._fitted: dict[tuple[int, ...], float] = {}
+        self._costs = (0.0,) * len(self._scales)
+        self._stale = False
+        self.count = 0
+
+    def add(self, done: tuple[float, ...], seconds: float) -> None:
+        """Take one measurement."""
+        self.count += 1
+        place = tuple(int(amount).bit_length() for amount in done)
+        samples = self._classes.pop(place, [])
+        samples.append((done, max(seconds, 1e-6)))
+        del samples[:-KEPT_PER_CLASS]
+        # Popped and put back: the class seen least recently comes first.
+        self._classes[place] = samples
+        if len(self._classes) > CLASSES:
+            oldest = next(iter(self._classes))
+            del self._classes[oldest], self._middle[oldest], self._seen_at[oldest]
+            self._fitted.pop(oldest, None)
+        ranked = sorted(samples, key=self._excess)
+        middle, before = ranked[(len(ranked) - 1) // 2], self._middle.get(place)
+        excess = self._excess(middle)
+        self._age += 1
+        if before is not None:
+            jump = excess / self._excess(before)
+            if not 1 / CHANGED < jump < CHANGED:
+                # The speed itself has changed, so that what was measured before counts for little.
+                self._age += CHANGE_AGES
+        self._middle[place], self._seen_at[place] = middle, self._age
+        known = self._fitted.get(place)
+        self._stale |= known is None or abs(excess - known) > NOISE * known
+
+    def _excess(self, sample: Sample) -> float:
+        expected = self._sum(sample[0])
+        return sample[1] / expected if expected > 0 else sample[1]
+
+    def _sum(self, done: Sequence[float]) -> float:
+        return math.fsum(cost * amount for cost, amount in zip(self._costs, done, strict=True))
+
+    def costs(self) -> tuple[float, ...]:
+        """Give the seconds per unit of each quantity; all zero before the first measurement."""
+        if self._stale:
+            self._solve()
+        return self._costs
+
+    def seconds(self, done: Sequence[float]) -> float:
+        """Predict."""
+        if self._stale:
+            self._solve()
+        return self._sum(done)
+
+    def _solve(self) -> None:
+        size = len(self._scales)
+        weights = [
+            max(0.5 ** ((self._age - self._seen_at[place]) / HALF_LIFE), LEAST_WEIGHT)
+            for place in self._middle
+        ]
+        columns = [
+            [done[i] / (scale * seconds) for done, seconds in self._middle.values()]
+            for i, scale in enumerate(self._scales)
+        ]
+        weighted = [list(map(mul, weights, column)) for column in columns]
+        normal = [[sum(map(mul, one, other)) for other in columns] for one in weighted]
+        right = [sum(column) for column in weighted]
+        ridge = RIDGE * max(normal[i][i] for i in range(size))
+        for i in range(size):
+            normal[i][i] += ridge
+        active = list(range(size))
+        while True:
+            found = _solve_linear(
+                [[normal[i][j] for j in active] for i in active], [right[i] for i in active]
+            )
+            worst = min(range(len(active)), key=found.__getitem__)
+            if found[worst] >= 0:
+                break
+            del active[worst]
+        costs = [0.0] * size
+        for i, cost in zip(active, found, strict=True):
+            costs[i] = cost / self._scales[i]
+        self._costs = tuple(costs)
+        self._stale = False
+        self._fitted = {place: self._excess(middle) for place, middle in self._middle.items()}
+
+    def samples(self) -> list[Sample]:
+        """Give the measurements that are kept, the class seen last at the end."""
+        return [sample for samples in self._classes.values() for sample in samples]
+
+    def restore(self, samples: Sequence[Sample]) -> None:
+        """Take measurements that were kept before; raises ValueError if they are none."""
+        for done, seconds in samples:
+            amounts = (*done, seconds)
+            if len(done) != len(self._scales) or not all(map(math.isfinite, amounts)):
+                raise ValueError(f"not a measurement: {done}, {seconds}")
+            if min(amounts) < 0:
+                raise ValueError(f"a negative measurement: {done}, {seconds}")
+        for done, seconds in samples:
+            self.add(tuple(done), seconds)
+
+
+def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric positive definite system by elimination."""
+    size = len(right)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            if factor:
+                right[j] -= factor * right[i]
+                for k in range(i, size):
+                    matrix[j][k] -= factor * matrix[i][k]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = math.fsum(matrix[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (right[i] - rest) / matrix[i][i]
+    return found
+
+
+class PrefillModel:
+    """The engine's time to compute tokens of a prompt: per step, per token, per token x context."""
+
+    def __init__(self, step_tokens: int) -> None:
+        """Take the most tokens of one prompt that the engine computes in one step."""
+        self.step_tokens = step_tokens
+        # Steps, tokens, tokens x context, and decoding requests that shared the step.
+        self.fit = Fit((1, 1 << 10, 1 << 24, 16))
+
+    def seconds(self, begin: int, end: int) -> float | None:
+        """Predict the time to compute tokens [begin, end) on an idle engine; None if unknown."""
+        if not self.fit.count:
+            return None
+        steps = -(-(end - begin) // self.step_tokens)
+        return self.fit.seconds((steps, end - begin, (end * end - begin * begin) / 2, 0))
+
+
+class TierModel:
+    """The time from the start of a load to its end: a latency, and bytes over a bandwidth."""
+
+    def __init__(self) -> None:
+        """Begin with nothing known."""
+        self.fit = Fit((1, 64 << 20))
+        # Bytes of loads under way: a new load waits for them.
+        self.under_way = 0
+        self.measured_at = -math.inf
+        # Bytes per second that a timed read gave.
+        self.probed: float | None = None
+
+    def measured(self, num_bytes: float, seconds: float, now: float) -> None:
+        """Take a finished load; the bytes that were under way at its start count as its own."""
+        self.fit.add((1, num_bytes), seconds)
+        self.measured_at = now
+
+    def costs(self) -> tuple[float, float] | None:
+        """Give (latency in seconds, seconds per byte), or None while they are unknown."""
+        if self.fit.count >= LOADS_TO_KNOW:
+            latency, per_byte = self.fit.costs()
+            return latency, per_byte
+        if self.probed is not None:
+            return PROBE_LATENCY_SECONDS, 1 / self.probed
+        return None
+
+
+class OpenStep(NamedTuple):
+    """A step that has not come back: its number and begin, bytes to load, and what it computes."""
+
+    number: int
+    begin: float
+    loading: int
+    done: tuple[float, ...] | None
+
+
+class StepClock:
+    """How long the engine's steps with prefill take, from when they are planned and come back.
+
+    Every planned step comes back once, in order; with asynchronous scheduling the next one is
+    planned while one runs, so a step begins when it is planned or when the step before it ends.
+    """
+
+    def __init__(self, prefill: PrefillModel, step_loads: TierModel) -> None:
+        """Feed these models."""
+        self._prefill = prefill
+        self._step_loads = step_loads
+        self._planned = 0
+        self._ended = 0
+        self._open: list[OpenStep] = []
+        self._last_end = 0.0
+        # Bytes to load within the step that is planned next.
+        self.loading = 0
+        self.errors = 0
+
+    def planned(self, output: Any) -> None:
+        """Note a step, `output` being vLLM's SchedulerOutput. Pure decode costs two lookups."""
+        self._planned += 1
+        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) or self.loading:
+            try:
+                self._plan(output)
+            except Exception:
+                # The step's loads and stores must not be lost to a measurement.
+                self.errors += 1
+                if self.errors == 1:
+                    log.exception("LakeCache could not measure a step; further ones are counted")
+
+    def _plan(self, output: Any) -> None:
+        loading, self.loading = self.loading, 0
+        if self._planned - self._ended > STEPS_IN_FLIGHT:
+            # Some step never came back: begin anew.
+            self._ended = self._planned - 1
+            self._open.clear()
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        cached = output.scheduled_cached_reqs
+        tokens = pairs = requests = 0
+        for request, context in (
+            *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+            *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+        ):
+            count = scheduled[request]
+            if count - len(drafts.get(request, ())) > 1:
+                requests += 1
+                tokens += count
+                pairs += count * (2 * context + count)
+        if not tokens and not loading:
+            return
+        done = 1, tokens, pairs / 2, len(scheduled) - requests
+        # Encoders, and loads that were not announced, take time that says nothing about tokens.
+        foreign = output.scheduled_encoder_inputs or (output.has_sync_kv_loads and not loading)
+        self._open.append(
+            OpenStep(self._planned, time.monotonic(), loading, None if foreign else done)
+        )
+
+    def ended(self) -> float | None:
+        """Note that the oldest step is over; give the time if it was one with prefill."""
+        self._ended += 1
+        if not self._open:
+            return None
+        now = time.monotonic()
+        step = self._open[0]
+        mine = step.number <= self._ended
+        if mine:
+            del self._open[0]
+            if step.done is not None and step.number == self._ended:
+                self._measured(step, now - max(step.begin, self._last_end), now)
+        self._last_end = now
+        return now if mine else None
+
+    def _measured(self, step: OpenStep, seconds: float, now: float) -> None:
+        assert step.done is not None
+        if not step.loading:
+            self._prefill.fit.add(step.done, seconds)
+        elif self._prefill.fit.count:
+            rest = seconds - self._prefill.fit.seconds(step.done)
+            self._step_loads.measured(step.loading, max(rest, seconds / 8), now)
+
+
+def probe_disk(directory: Path) -> float | None:
+    """Time reads of stored objects past the page cache: bytes per second, None without any.
+
+    It reads at most 64 MiB, for about half a second, and raises nothing but OSError.
+    """
+    files = list(islice(_objects(directory), PROBE_FILES))
+    if not files:
+        return None
+    begin = time.monotonic()
+    share = PROBE_BYTES // len(files)
+    with ThreadPoolExecutor(PROBE_THREADS, thread_name_prefix="lakecache-probe") as pool:
+        total = sum(pool.map(lambda file: _read(file, share, begin + PROBE_SECONDS), files))
+    return total / (time.monotonic() - begin) if total else None
+
+
+def _objects(directory: Path) -> Iterator[Path]:
+    for namespace in directory.iterdir():
+        if namespace.is_dir():
+            yield from namespace.glob("*/*.kv")
+
+
+def _read(file: Path, share: int, deadline: float) -> int:
+    """Read up to `share` bytes of a file until the deadline; objects may vanish at any time."""
+    total = 0
+    try:
+        try:
+            opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            # Anonymous pages are aligned as direct reads want it.
+            with mmap.mmap(-1, PROBE_READ) as memory:
+                while total < share and time.monotonic() < deadline:
+                    count = os.preadv(opened, [memory], total)
+                    total += count
+                    if count < PROBE_READ:
+                        break
+        finally:
+            os.close(opened)
+    except OSError:
+        pass
+    return total

@@ -1,0 +1,410 @@
+"""Load or compute, whichever is faster: `load_policy: auto`.
+
+For a hit there are three kinds of answer: load all of it, load its beginning and compute the rest,
+or compute everything. The predicted time of each is the time to load (per tier a latency, and what
+is under way and wanted over the bandwidth) plus the engine's time to compute the rest; the
+shortest wins, the longer load if equal. What is not known yet counts as free, so that it is tried.
+
+Where the tier does not change, one more token costs the same to load as the one before but more to
+compute, so the best end of a load is an end of the hit or a place where the tier changes: nothing
+in between needs a look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from lakecache._estimates import PrefillModel, Sample, StepClock, TierModel, probe_disk
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from lakecache.config import CacheConfig
+
+__all__ = ["Choice", "Hit", "LoadPolicy"]
+
+log = logging.getLogger("vllm.lakecache")
+
+FILE = "estimates.json"
+VERSION = 1
+# A tier that was not used for this long is tried again if that costs next to nothing.
+RETRY_SECONDS = 60.0
+RETRY_LOSS = 0.02
+# A disk that was refused, and not read, for this long is read once in the background.
+PROBE_AGAIN_SECONDS, PROBE_SELDOM_SECONDS = 120.0, 3600.0
+# A timed read this much faster than the loads measured says that the disk has changed.
+CHANGED = 1.5
+# Estimates are written after this long, then twice as long, up to the last.
+FIRST_SAVE_SECONDS, SAVE_SECONDS = 5.0, 60.0
+
+
+class Hit(NamedTuple):
+    """What could be loaded for a request: candidates, each longer than the one before.
+
+    A candidate is described by the tokens that the GPU holds after the load, and by the bytes to
+    load from memory and from disk, from the beginning of the load up to there. `same_step` says
+    that what is all in memory will be loaded within the step that computes the rest.
+    """
+
+    tokens: int  # of the prompt
+    local: int  # that the GPU holds already
+    ends: Sequence[int]
+    memory: Sequence[int]
+    disk: Sequence[int]
+    same_step: bool = False
+
+
+class Choice(NamedTuple):
+    """What was decided for a request, in chunks, while the GPU held `local` of its tokens."""
+
+    local: int
+    offered: int
+    taken: int
+
+    def counters(self, chunk: int, *, loads: bool) -> dict[str, int]:
+        """Give what to count for it, with `chunk` tokens per chunk. Nothing where a load was
+        wanted but does not take place, or the other way round.
+        """
+        if loads != (self.taken > 0):
+            return {}
+        if not self.taken:
+            outcome = "declined"
+        else:
+            outcome = "taken" if self.taken == self.offered else "shortened"
+        counted = {f"hits_{outcome}": 1, "tokens_declined": (self.offered - self.taken) * chunk}
+        return {name: count for name, count in counted.items() if count}
+
+
+class Underway(NamedTuple):
+    """A load: when it began, its bytes by tier, and those that were under way before it."""
+
+    began: float
+    memory: int
+    disk: int
+    before_memory: int
+    before_disk: int
+    predicted: float
+
+
+class Saved(msgspec.Struct, forbid_unknown_fields=True):
+    """The file of estimates. `estimates` is for people; the measurements are what is read."""
+
+    version: int
+    engine: str
+    estimates: dict[str, Any]
+    prefill: list[Sample]
+    memory: list[Sample]
+    step: list[Sample]
+    disk: list[Sample]
+    probed: float | None = None
+
+
+class LoadPolicy:
+    """Estimates and decisions of one engine. All methods are for the scheduler's thread alone."""
+
+    def __init__(self, *, step_tokens: int, engine: str) -> None:
+        """Take the most tokens of a step, and what else decides how fast this engine is."""
+        self.prefill = PrefillModel(step_tokens)
+        self.memory = TierModel()
+        self.disk = TierModel()
+        # Memory, by loads within a step: without the engine's steps until a load is noticed.
+        self.step = TierModel()
+        self.clock = StepClock(self.prefill, self.step)
+        self._engine = engine
+        self._loads: dict[int, Underway] = {}
+        self._last: dict[str, Any] = {}
+        self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._found: Saved | None = None
+        self._probe: float | None = None
+        self._refused_disk = False
+        self._probe_after = PROBE_AGAIN_SECONDS
+        self._probed_at = time.monotonic()
+        self._save_after = FIRST_SAVE_SECONDS
+        self._saved_at = self._probed_at
+        self._saved_count = 0
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, config: CacheConfig) -> LoadPolicy:
+        """Make the policy of an engine."""
+        scheduler = vllm_config.scheduler_config
+        step_tokens = scheduler.max_num_batched_tokens
+        if scheduler.long_prefill_token_threshold > 0:
+            step_tokens = min(step_tokens, scheduler.long_prefill_token_threshold)
+        settings = config.transfer, config.io_engine, config.checksum, config.verify_load
+        return cls(step_tokens=step_tokens, engine=_engine_name(*map(str, settings)))
+
+    # Decisions
+
+    def decide(self, hit: Hit) -> int:
+        """Give the number of the candidate to load, counted from 1; 0 is to compute everything."""
+        self._adopt()
+        compute = self.prefill.seconds(hit.local, hit.tokens)
+        if compute is None:
+            return len(hit.ends)
+        times = [compute]
+        for end, memory, disk in zip(hit.ends, hit.memory, hit.disk, strict=True):
+            rest = self.prefill.seconds(end, hit.tokens) or 0.0
+            load = self.load_seconds(memory, disk, same_step=hit.same_step and not disk)
+            times.append(load + rest)
+        best = min(range(len(times)), key=lambda index: (times[index], -index))
+        chosen = best
+        if best < len(hit.ends):
+            chosen = self._retry(hit, times, best)
+            self._refused_disk |= hit.disk[-1] > (hit.disk[chosen - 1] if chosen else 0)
+        self._last = {
+            "tokens": hit.tokens, "local": hit.local, "ends": list(hit.ends), "chosen": chosen,
+            "milliseconds": [round(seconds * 1e3, 3) for seconds in times],
+        }  # fmt: skip
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("LakeCache load policy: %s", self._last)
+        return chosen
+
+    def _retry(self, hit: Hit, times: list[float], best: int) -> int:
+        """Try what is hardly slower, if its tier was not measured for a long time."""
+        now = time.monotonic()
+        bound = times[best] * (1 + RETRY_LOSS)
+        for index in range(len(times) - 1, best, -1):
+            more_disk = hit.disk[index - 1] > (hit.disk[best - 1] if best else 0)
+            tier = self.disk if more_disk else self.step if hit.same_step else self.memory
+            if times[index] <= bound and now - tier.measured_at > RETRY_SECONDS:
+                tier.measured_at = now
+                return index
+        return best
+
+    def load_seconds(self, memory: int, disk: int, *, same_step: bool = False) -> float:
+        """Predict a load of so many bytes by tier, behind those under way. Unknown is free."""
+        latency = total = 0.0
+        first = self.step if same_step else self.memory
+        for tier, num_bytes in ((first, memory), (self.disk, disk)):
+            costs = tier.costs() if num_bytes else None
+            if costs is not None:
+                latency = max(latency, costs[0])
+                total += costs[1] * (num_bytes + tier.under_way)
+        return latency + total
+
+    def choose(
+        self, before: Choice | None, *, tokens: int, local: int, present: int, in_memory: int,
+        chunk: int, chunk_bytes: int, same_step: bool = False,
+    ) -> Choice:  # fmt: skip
+        """Decide about `present` chunks from the one of token `local` on; `in_memory` of them lead.
+
+        A request that is asked again in the same state gets the answer it had.
+        """
+        if before is not None and (before.local, before.offered) == (local, present):
+            return before
+        first = local // chunk
+        counts = sorted({in_memory, present} - {0})
+        hit = Hit(
+            tokens, local,
+            [min((first + count) * chunk, tokens - 1) for count in counts],
+            [min(count, in_memory) * chunk_bytes for count in counts],
+            [max(count - in_memory, 0) * chunk_bytes for count in counts],
+            same_step,
+        )  # fmt: skip
+        number = self.decide(hit)
+        return Choice(local, present, counts[number - 1] if number else 0)
+
+    # Measurements
+
+    def step_ended(self) -> None:
+        """Note that the oldest planned step is over; now and then keep the estimates."""
+        now = self.clock.ended()
+        if now is not None:
+            self._tick(now)
+
+    def load_started(
+        self, ident: int, tiers: bytes, chunk_bytes: int, *, same_step: bool = False
+    ) -> None:
+        """Note a load: for each of its chunks 0 (from memory) or 1 (from disk)."""
+        memory = tiers.count(0) * chunk_bytes
+        disk = len(tiers) * chunk_bytes - memory
+        if same_step:
+            # What the next step takes beyond computing is the load.
+            self.clock.loading += memory
+            return
+        before = self.memory.under_way, self.disk.under_way
+        predicted = self.load_seconds(memory, disk)
+        self._loads[ident] = Underway(time.monotonic(), memory, disk, *before, predicted)
+        self.memory.under_way += memory
+        self.disk.under_way += disk
+
+    def load_ended(self, ident: int, *, good: bool) -> None:
+        """Note that a load is over; one that failed says nothing about speed."""
+        load = self._loads.pop(ident, None)
+        if load is None:
+            return
+        self.memory.under_way -= load.memory
+        self.disk.under_way -= load.disk
+        if not good:
+            return
+        now = time.monotonic()
+        seconds = now - load.began
+        self._last["load"] = {
+            "memory_bytes": load.memory, "disk_bytes": load.disk,
+            "milliseconds": round(seconds * 1e3, 3),
+            "predicted_milliseconds": round(load.predicted * 1e3, 3),
+        }  # fmt: skip
+        if not load.disk:
+            self.memory.measured(load.memory + load.before_memory, seconds, now)
+            return
+        if load.memory:
+            costs = self.memory.costs()
+            if costs is None:
+                return
+            # What is left is the disk's part, and never nothing.
+            part = costs[1] * (load.memory + load.before_memory)
+            seconds = max(seconds - part, seconds / 8)
+        self.disk.measured(load.disk + load.before_disk, seconds, now)
+
+    # Keeping
+
+    def keep_in(self, cache_dir: Path, namespace: str) -> None:
+        """Keep estimates beside a namespace's objects: read them in the background, or probe."""
+        if self._path is None:
+            self._path = cache_dir / namespace / FILE
+            self._start(self._read, self._path)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for what runs in the background; for tests and tools."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self._adopt()
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run one thing in the background; the caller knows that nothing else is running."""
+        self._thread = threading.Thread(
+            target=work, args=arguments, name="lakecache-estimates", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, path: Path) -> None:
+        try:
+            saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+            if (saved.version, saved.engine) == (VERSION, self._engine):
+                self._found = saved
+                if len(saved.disk) or saved.probed:
+                    return
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            log.info("LakeCache begins without estimates: %s: %s", path, error)
+        self._measure(path)
+
+    def _measure(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._probe = probe_disk(path.parent.parent)
+
+    def _adopt(self) -> None:
+        """Take over what the background has found."""
+        found, self._found = self._found, None
+        if found is not None:
+            try:
+                for fit, samples in (
+                    (self.prefill.fit, found.prefill),
+                    (self.memory.fit, found.memory),
+                    (self.step.fit, found.step),
+                    (self.disk.fit, found.disk),
+                ):
+                    newer = fit.samples()
+                    fit.clear()
+                    fit.restore([*samples, *newer])
+                self.disk.probed = found.probed
+            except ValueError as error:
+                log.info("LakeCache begins without estimates: %s: %s", self._path, error)
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            self.disk.probed = probe
+            costs = self.disk.costs()
+            if costs is not None and probe * costs[1] > CHANGED:
+                self.disk.fit.clear()
+
+    def _tick(self, now: float) -> None:
+        """Read the disk again or write the estimates, where it is time for one of them."""
+        if self._path is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._adopt()
+        idle = now - max(self._probed_at, self.disk.measured_at)
+        if idle > self._probe_after and (self._refused_disk or self.disk.costs() is None):
+            # Should a read look faster than loads ever are, few loads are lost on it.
+            self._refused_disk, self._probed_at = False, now
+            self._probe_after = min(2 * self._probe_after, PROBE_SELDOM_SECONDS)
+            self._start(self._measure, self._path)
+        elif now - self._saved_at > self._save_after and self._count() != self._saved_count:
+            self._saved_at = now
+            self._save_after = min(2 * self._save_after, SAVE_SECONDS)
+            self._start(self._write, *self._snapshot())
+
+    def _count(self) -> int:
+        tiers = self.memory, self.step, self.disk
+        return self.prefill.fit.count + sum(tier.fit.count for tier in tiers)
+
+    def _snapshot(self) -> tuple[Path, Saved]:
+        assert self._path is not None
+        self._saved_count = self._count()
+        return self._path, Saved(
+            VERSION, self._engine, self.explain(), self.prefill.fit.samples(),
+            self.memory.fit.samples(), self.step.fit.samples(), self.disk.fit.samples(),
+            self.disk.probed,
+        )  # fmt: skip
+
+    def _write(self, path: Path, saved: Saved) -> None:
+        temporary = path.with_name(f"{FILE}.{os.getpid()}")
+        try:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
+            temporary.replace(path)
+        except OSError as error:
+            # The directory comes with the first stored object.
+            log.debug("LakeCache could not keep its estimates: %s", error)
+
+    def close(self) -> None:
+        """Keep the estimates."""
+        self.wait(1.0)
+        if self._path is not None and self._count():
+            self._write(*self._snapshot())
+
+    def explain(self) -> dict[str, Any]:
+        """Give the current estimates and the last decision, in units for people."""
+        step, token, pair, decode = self.prefill.fit.costs()
+        told: dict[str, Any] = {
+            "prefill": {
+                "step_ms": step * 1e3,
+                "ms_per_1k_tokens": token * 1.024e6,
+                "ms_per_1k_tokens_and_1k_context": pair * 1e3 * (1 << 20),
+                "ms_per_decoding_request": decode * 1e3,
+                "measured": self.prefill.fit.count,
+                "errors": self.clock.errors,
+            }
+        }
+        tiers = {"memory": self.memory, "memory_same_step": self.step, "disk": self.disk}
+        for name, tier in tiers.items():
+            latency, per_byte = tier.costs() or (None, None)
+            told[name] = {
+                "latency_ms": None if latency is None else latency * 1e3,
+                "gb_per_s": 1e-9 / per_byte if per_byte else None,
+                "measured": tier.fit.count,
+            }
+        told["disk"]["probed_gb_per_s"] = self.disk.probed and self.disk.probed / 1e9
+        told["last"] = dict(self._last)
+        return told
+
+
+def _engine_name(*settings: str) -> str:
+    """Name the device, and the settings that decide how fast it loads."""
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.get_device_name())
+    if current_platform.is_cpu():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line for line in lines if line.startswith("model name")), "CPU")
+        device = f"{len(os.sched_getaffinity(0))} x {model.split(':')[-1].strip()}"
+    return " ".join([device, *settings])

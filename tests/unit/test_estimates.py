@@ -1,0 +1,207 @@
+"""What is learnt from the durations of steps and loads, by engines of known speed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.engines import CHUNK, TOKEN_BYTES, Clock, Engine, fast_gpu, numbers, slow_cpu, step
+from lakecache import _estimates
+from lakecache._estimates import Fit, StepClock, probe_disk
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# Estimates
+
+
+@pytest.mark.parametrize("compute", [fast_gpu, slow_cpu])
+def test_the_engine_is_learnt(clock: Clock, compute: Callable[..., float]) -> None:
+    engine = Engine(clock, compute, noise=0.05)
+    dice = random.Random(3)
+    engine.take(20)
+    for _ in range(60):
+        engine.prefill(
+            dice.choice([300, 700, 2000, 5000, 8192, 20000]), decoding=dice.choice([0, 9])
+        )
+    for tokens in (512, 8192, 16384, 32768):
+        true, local = 0.0, 0
+        while local < tokens:
+            part = min(8192, tokens - local)
+            true += compute(part, part * (local + part / 2))
+            local += part
+        assert engine.policy.prefill.seconds(0, tokens) == pytest.approx(true, rel=0.12)
+
+
+def test_a_compilation_and_stalls_are_outvoted(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.policy.clock.planned(step([("r", 0, 8192)]))
+    clock.now += 30
+    engine.policy.step_ended()
+    for round_ in range(6):
+        engine.prefill(8192)
+        engine.prefill(1024)
+        if round_ % 3 == 0:
+            engine.policy.clock.planned(step([("r", 0, 8192)]))
+            clock.now += 2
+            engine.policy.step_ended()
+    assert engine.policy.prefill.seconds(0, 8192) == pytest.approx(0.036, rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_estimates_follow_a_change_of_speed(clock: Clock, factor: float) -> None:
+    engine = Engine(clock)
+    engine.learn()
+    engine.compute = lambda tokens, pairs, _: factor * fast_gpu(tokens, pairs)  # type: ignore[misc]
+    engine.memory /= factor
+    for _ in range(10):
+        engine.prefill(8192)
+        engine.prefill(2048)
+        engine.load(memory=8, latency=3e-3 * factor)
+        engine.load(memory=32, latency=3e-3 * factor)
+    assert engine.policy.prefill.seconds(0, 8192) == pytest.approx(0.036 * factor, rel=0.1)
+    size = 20 * CHUNK * TOKEN_BYTES
+    true = factor * (3e-3 + size / 50e9)
+    assert engine.policy.load_seconds(size, 0) == pytest.approx(true, rel=0.15)
+
+
+def test_a_mixed_load_teaches_about_the_disk(clock: Clock) -> None:
+    engine = Engine(clock)
+    for chunks in (1, 8, 32):
+        engine.load(memory=chunks)
+    for chunks in (1, 8, 32):
+        engine.load(memory=16, disk=chunks)
+    costs = engine.policy.disk.costs()
+    assert costs is not None
+    assert 1 / costs[1] == pytest.approx(2e9, rel=0.1)
+
+
+def test_costs_are_never_negative() -> None:
+    dice = random.Random(5)
+    for _ in range(50):
+        fit = Fit((1, 1 << 10, 1 << 24, 16))
+        for _ in range(30):
+            done = 1, dice.randint(1, 9000), dice.randint(1, 10**8), dice.choice([0, 3, 60])
+            fit.add(done, dice.uniform(1e-4, 2))
+        assert min(fit.costs()) >= 0
+        assert max(fit.costs()) > 0
+
+
+def test_many_sizes_need_little_memory() -> None:
+    fit = Fit((1, 1 << 10))
+    for number in range(2000):
+        fit.add((1 << (number % 12), 1 << (number % 37)), 0.1)
+    assert len(fit.samples()) <= _estimates.CLASSES * _estimates.KEPT_PER_CLASS
+
+
+# Steps
+
+
+def samples(engine: Engine) -> list[Any]:
+    return engine.policy.prefill.fit.samples()
+
+
+def test_overlapping_steps_begin_where_the_one_before_ends(clock: Clock) -> None:
+    engine = Engine(clock)
+    plan, ended = engine.policy.clock.planned, engine.policy.step_ended
+    plan(step([], decoding=4))
+    clock.now += 0.001
+    plan(step([("a", 0, 1000)], decoding=4))  # waits for the decode step until +0.010
+    clock.now += 0.009
+    ended()
+    plan(step([("a", 1000, 500)], decoding=4))
+    clock.now += 0.040
+    ended()
+    plan(step([], decoding=5))
+    clock.now += 0.025
+    ended()
+    clock.now += 0.010
+    ended()
+    assert [(done, round(seconds, 6)) for done, seconds in samples(engine)] == [
+        ((1, 1000, 500_000.0, 4), 0.040),
+        ((1, 500, 625_000.0, 4), 0.025),
+    ]
+    assert engine.policy.clock._open == []
+
+
+def test_steps_without_prefill_leave_nothing(clock: Clock) -> None:
+    engine = Engine(clock)
+    for output in (step([]), step([], decoding=16), step([], decoding=16, drafts=3)):
+        engine.policy.clock.planned(output)
+        engine.policy.step_ended()
+    assert samples(engine) == []
+    # Drafted tokens of decoding requests are no prefill, beside one they are not counted either.
+    engine.policy.clock.planned(step([("a", 0, 100)], decoding=2, drafts=3))
+    clock.now += 0.01
+    engine.policy.step_ended()
+    assert [done for done, _ in samples(engine)] == [(1, 100, 5000.0, 2)]
+
+
+@pytest.mark.parametrize("more", [{"has_sync_kv_loads": True}, {"scheduled_encoder_inputs": {1}}])
+def test_steps_with_other_work_are_not_counted(clock: Clock, more: dict[str, Any]) -> None:
+    engine = Engine(clock)
+    engine.policy.clock.planned(step([("a", 0, 100)], **more))
+    clock.now += 1
+    engine.policy.step_ended()
+    assert samples(engine) == []
+    engine.prefill(100)
+    assert len(samples(engine)) == 1
+
+
+def test_what_a_step_takes_beyond_computing_is_its_load(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.learn()
+    policy, count = engine.policy, len(samples(engine))
+    for chunks, rest in ((32, 100), (8, 2), (2, 1)) * 2:
+        # A decode step is still running when the load is planned.
+        policy.clock.planned(step([], decoding=1))
+        policy.load_started(next(numbers), b"\0" * chunks, CHUNK * TOKEN_BYTES, same_step=True)
+        policy.clock.planned(step([("a", 8000, rest)], has_sync_kv_loads=True))
+        clock.now += 0.003
+        policy.step_ended()
+        clock.now += fast_gpu(rest, rest * 8000) + 1e-3 + chunks * CHUNK * TOKEN_BYTES / 50e9
+        policy.step_ended()
+    assert len(samples(engine)) == count
+    latency, per_byte = policy.step.costs() or (0, 0)
+    assert 1 / per_byte == pytest.approx(50e9, rel=0.1)
+    assert latency == pytest.approx(1e-3, rel=0.3)
+    # Loads within a step are quick enough where others are not.
+    load, slow = 2 * CHUNK * TOKEN_BYTES, 4e-3
+    assert policy.load_seconds(load, 0, same_step=True) < slow < policy.load_seconds(load, 0)
+    assert policy.memory.under_way == 0
+
+
+def test_a_step_that_never_comes_back_does_not_mix_up_the_rest(clock: Clock) -> None:
+    engine = Engine(clock)
+    for _ in range(_estimates.STEPS_IN_FLIGHT + 1):
+        engine.policy.clock.planned(step([("a", 0, 100)]))
+    for _ in range(3):
+        engine.prefill(100)
+    assert all(seconds == pytest.approx(fast_gpu(100, 5000)) for _, seconds in samples(engine))
+
+
+def test_an_idle_step_is_two_counters(clock: Clock) -> None:
+    policy = Engine(clock).policy
+    ticker = StepClock(policy.prefill, policy.step)
+    ticker.planned(step([], decoding=16))
+    assert ticker.ended() is None
+    assert vars(ticker)["_open"] == []
+
+
+def test_reading_finds_out_how_fast_a_disk_is(tmp_path: Path) -> None:
+    assert probe_disk(tmp_path) is None
+    (tmp_path / "objects.snapshot").write_bytes(b"x")
+    for number in range(3):
+        folder = tmp_path / "ab" / f"{number:02x}"
+        folder.mkdir(parents=True)
+        (folder / "key.kv").write_bytes(b"x" * (5 << 20))
+    speed = probe_disk(tmp_path)
+    assert speed is not None
+    assert speed > 0
