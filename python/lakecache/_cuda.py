@@ -20,6 +20,7 @@ __all__ = ["CudaError", "HostRegistration", "copy_async"]
 log = logging.getLogger("vllm.lakecache")
 
 REGISTER_PORTABLE = 1
+MADV_POPULATE_WRITE = 23
 # Until the reserver of the pool has made further pieces.
 LOOK_AGAIN_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = 1.0
@@ -51,6 +52,13 @@ def _call(name: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(text))
         raise CudaError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
 
 
 def copy_async(target: int, source: int, size: int, stream: int) -> None:
@@ -115,6 +123,9 @@ class HostRegistration:
         found = False
         for index, (address, size, reserved) in enumerate(self._cache.pieces()):
             if reserved and index not in self._registered and not self._stop.is_set():
+                # Otherwise the driver takes a fault for each page, and holds up all other calls.
+                # A kernel that does not know the advice loses only that.
+                _libc().madvise(address, size, MADV_POPULATE_WRITE)
                 _call("cuMemHostRegister_v2", address, size, REGISTER_PORTABLE)
                 self._registered.add(index)
                 found = True
