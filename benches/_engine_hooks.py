@@ -177,6 +177,10 @@ def _is_cache(thing: Any) -> bool:
     return type(thing).__name__ == "Cache" and hasattr(thing, "flush")
 
 
+def _is_half(thing: Any) -> bool:
+    return hasattr(thing, "counts") and hasattr(thing, "explain")
+
+
 class Extension:
     """Mixed into vLLM's worker class; every method is a remote call of the benches."""
 
@@ -258,14 +262,13 @@ class Extension:
 
     def bench_counters(self) -> dict[str, Any]:
         """Counters of LakeCache's scheduler half since its start."""
-        half = _find(
-            schedulers[-1].connector,
-            lambda thing: hasattr(thing, "counts") and hasattr(thing, "total"),
-        )
-        if half is None:
-            return {}
-        names = set(half.counts) | set(half._reported)
-        return {name: half.total(name) for name in names}
+        half = _find(schedulers[-1].connector, _is_half)
+        return {} if half is None else dict(half.counts.since_start())
+
+    def bench_estimates(self) -> dict[str, Any]:
+        """What LakeCache's load policy believes, and its last decision."""
+        half = _find(schedulers[-1].connector, _is_half)
+        return {} if half is None else half.explain()
 
     def bench_cache_stats(self) -> dict[str, Any]:
         """The core's own counters and gauges (LakeCache)."""

@@ -86,9 +86,9 @@ class Engine:
     def wait_adapter(self, lora: Any, timeout: float = 20) -> bool:
         """Wait until the adapter's files are read; before that its requests are misses."""
         deadline = time.monotonic() + timeout
-        while self.half._space(lora) is None and time.monotonic() < deadline:
+        while self.half.spaces.of(lora) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.half._space(lora) is not None
+        return self.half.spaces.of(lora) is not None
 
     def settle(self, timeout: float = 10) -> None:
         """Step until the workers have acknowledged all saves, and they are written back."""

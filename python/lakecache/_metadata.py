@@ -154,6 +154,6 @@ class Tally(Counter[str]):
         self.clear()
         return CacheStats(data=data)
 
-    def since_start(self, name: str) -> int:
-        """Give a counter since the start."""
-        return self._before[name] + self[name]
+    def since_start(self) -> Counter[str]:
+        """Give all counters since the start."""
+        return self._before + self

@@ -611,7 +611,7 @@ class SchedulerHalf:
 
     def total(self, name: str) -> int:
         """Give a counter since the start."""
-        return self.counts.since_start(name)
+        return self.counts.since_start()[name]
 
     def explain(self) -> dict[str, Any]:
         """Give the estimates that decide between loading and computing, and the last decision."""

@@ -39,9 +39,9 @@ def make_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def ready(bench: Bench, adapter: Any) -> bool:
     deadline = time.monotonic() + 20
-    while bench.half._space(adapter) is None and time.monotonic() < deadline:
+    while bench.half.spaces.of(adapter) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bench.half._space(adapter) is not None
+    return bench.half.spaces.of(adapter) is not None
 
 
 def store(bench: Bench, adapter: Any) -> None:
