@@ -274,9 +274,8 @@ class Run:
         rows = []
         for length in self.lengths:
             bare = median(self.times("none", length, "gpu_hit"))
-            cold = median(self.times("none", length, "cold"))
             for cell in (*MEMORY_CELLS, "disk_hit", "recompute"):
-                base = cold if cell in {"cold", "disk_hit", "recompute"} else bare
+                base = self.base(length, cell)
                 row = [f"{length}", cell]
                 for arm in arms:
                     samples = self.times(arm, length, cell)
@@ -319,26 +318,38 @@ class Run:
         print("\npairs, median of ratios\n" + engines.table(header, rows))
         self.result["pairs"] = [dict(zip(header, row, strict=True)) for row in rows]
 
+    def base(self, length: int, cell: str) -> float:
+        """What a cell is compared with: computing, where it replaces that, else a GPU hit."""
+        if cell == "disk_hit" and (again := self.times("none", length, "recompute")):
+            return median(again)
+        computed = cell in {"cold", "disk_hit", "recompute"}
+        return median(self.times("none", length, "cold" if computed else "gpu_hit"))
+
     def report_loads(self, arms: list[str], link: float | None, disk: float | None) -> None:
-        """How much of the bandwidth a hit uses beyond the time of a GPU hit."""
+        """Hits against their floor and against computing, and the bandwidth that they reach."""
         rows = []
+        per_token = engines.kv_bytes_per_token(self.model)
         for length in self.lengths:
             bare = median(self.times("none", length, "gpu_hit"))
             for cell, ceiling in (("memory_hit", link), ("disk_hit", disk)):
+                computed = self.base(length, "disk_hit" if cell == "disk_hit" else "cold")
                 for arm in arms:
                     samples = [s for s in self.chosen(arm, length, cell) if self.proved(s)]
                     loaded = [
                         s.get("counts", {}).get("external_prefix_cache_hits", 0) for s in samples
                     ]
-                    if not samples or not ceiling or not median(loaded):
+                    if not samples or not ceiling:
                         continue
-                    spent = max(median([s["ms"] for s in samples]) - bare, 1e-3)
-                    rate = median(loaded) * engines.kv_bytes_per_token(self.model) / spent / 1e6
+                    spent, nbytes = median([s["ms"] for s in samples]), median(loaded) * per_token
+                    floor = bare + nbytes / ceiling / 1e6
+                    rate = nbytes / max(spent - bare, 1e-3) / 1e6
                     rows.append(
                         [length, cell, arm, f"{median(loaded):.0f}", f"{spent:.2f}",
+                         f"{floor:.2f}", f"{spent / floor:.3f}", f"{spent / computed:.3f}",
                          f"{rate:.2f}", f"{rate / ceiling:.3f}"]
                     )  # fmt: skip
-        header = ["tokens", "cell", "arm", "loaded tokens", "ms over GPU hit", "GB/s", "of ceiling"]
+        header = ["tokens", "cell", "arm", "loaded tokens", "ms", "floor of these tokens",
+                  "x floor", "x computing", "GB/s beyond a GPU hit", "of ceiling"]  # fmt: skip
         if rows:
             print("\nloads\n" + engines.table(header, rows))
             self.result["loads"] = [dict(zip(header, row, strict=True)) for row in rows]
