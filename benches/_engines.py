@@ -30,6 +30,7 @@ BENCHES = ROOT / "benches"
 GIB = 1 << 30
 START_SECONDS = 420.0
 CALL_SECONDS = 240.0
+LOG_BYTES = 100_000
 LMCACHE_PORT = 6555
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -623,20 +624,25 @@ def add_options(parser: Any, *, models: Sequence[str], arms: Sequence[str]) -> N
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--rival-block", type=int, help="tokens per chunk of OffloadingConnector")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--keep-logs", type=Path, help="copy the engines' logs here at the end")
+    parser.add_argument("--keep-logs", type=Path, help="file to append the engines' logs to")
     parser.add_argument(
         "--lakecache", type=json.loads, default={}, help="further LakeCache settings, JSON"
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="further vllm.LLM settings")
 
 
-def keep_logs(place: Workplace, options: Any) -> None:
-    """Copy the logs of the engines out of the scratch folder."""
-    if options.keep_logs:
-        options.keep_logs.mkdir(parents=True, exist_ok=True)
-        for log in place.scratch.glob("*.log"):
+def keep_logs(place: Workplace, path: Path | None) -> None:
+    """Append the beginnings and ends of the engines' logs to one file."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as kept:
+        for log in sorted(place.scratch.glob("*.log")):
             data = log.read_bytes()
-            (options.keep_logs / log.name).write_bytes(data[:200_000] + data[-200_000:])
+            kept.write(f"\n===== {log.name}\n".encode())
+            if len(data) > 2 * LOG_BYTES:
+                data = data[:LOG_BYTES] + b"\n[...]\n" + data[-LOG_BYTES:]
+            kept.write(data)
 
 
 def split(text: str, convert: Any = str) -> list[Any]:

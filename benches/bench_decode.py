@@ -91,7 +91,7 @@ class Run:
                 host.stop()
         finally:
             engines.stop_all()
-            engines.keep_logs(self.place, self.options)
+            engines.keep_logs(self.place, self.options.keep_logs)
             self.place.remove()
 
     def idle_steps(self, host: Host, arm: str) -> None:

@@ -232,7 +232,7 @@ class Run:
         finally:
             self.place.save(self.record)
             engines.stop_all()
-            engines.keep_logs(self.place, self.options)
+            engines.keep_logs(self.place, self.options.keep_logs)
             self.place.remove()
 
     # Reporting

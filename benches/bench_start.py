@@ -51,7 +51,6 @@ def measure(
         host.stop()
     finally:
         host.kill()
-        engines.keep_logs(place, options)
         shutil.rmtree(place.ram, ignore_errors=True)
         place.ram.mkdir(exist_ok=True)
         shutil.rmtree(place.scratch / "lakecache", ignore_errors=True)
@@ -141,6 +140,7 @@ def main() -> int:
             place.save(record)
             progress(f"{name}: ready after {seen['ready_s']:.1f} s")
     finally:
+        engines.keep_logs(place, options.keep_logs)
         if record["starts"]:
             report(record["starts"])
     return 0

@@ -235,7 +235,7 @@ class Run:
                 self.server.stop()
             self.save()
             engines.stop_all()
-            engines.keep_logs(self.place, self.options)
+            engines.keep_logs(self.place, self.options.keep_logs)
             self.place.remove()
 
     # Reporting

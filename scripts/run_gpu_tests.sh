@@ -4,7 +4,7 @@
 #     scripts/run_gpu_tests.sh [LOGS] [pytest's arguments]
 #
 # The compiled module must lie in python/lakecache (scripts/build_extension.sh). PYTHON names the
-# interpreter (default: python3); LOGS is a folder for the engines' logs.
+# interpreter (default: python3); LOGS is a file for the engines' logs.
 set -eu
 cd "$(dirname "$0")/.."
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
@@ -12,5 +12,5 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
     shift
 fi
 export PYTHONPATH="$PWD/python:$PWD/scripts:$PWD/tests:$PWD/tests/gpu:$PWD/benches${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m pytest tests -m gpu -p no:cacheprovider \
+exec "${PYTHON:-python3}" -m pytest tests -m gpu -p no:cacheprovider --continue-on-collection-errors \
     --durations=15 "$@"

@@ -171,7 +171,7 @@ class Site:
         """End everything, and keep the logs where asked to."""
         self.stop()
         if kept := os.environ.get("LAKECACHE_GPU_TESTS_LOGS"):
-            engines.keep_logs(self.place, argparse.Namespace(keep_logs=Path(kept)))
+            engines.keep_logs(self.place, Path(kept))
         self.place.remove()
 
     def files(self, directory: str) -> list[Path]:
