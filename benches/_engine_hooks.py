@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 created: list[tuple[KVConnectorRole, float, Any]] = []
 registering: list[float] = []
 schedulers: list[Any] = []
+cores: list[Any] = []
 SEARCH_DEPTH = 4
 # What the engine calls in every step, in the scheduler and in the model runner.
 STEP_CALLS = (
@@ -63,6 +65,14 @@ def _watch_creation() -> None:
     def init(self, *args, **kwargs):
         begin(self, *args, **kwargs)
         schedulers.append(self)
+        # The engine core makes the scheduler and keeps no reference to itself anywhere.
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if any(base.__name__ == "EngineCore" for base in type(caller).__mro__):
+                cores.append(caller)
+                break
+            frame = frame.f_back
 
     factory.KVConnectorFactory.create_connector = classmethod(create_connector)
     Scheduler.__init__ = init
@@ -218,26 +228,27 @@ class Extension:
         return {}
 
     def bench_activate(self, name: str | None) -> None:
-        """Give the engine an arm's connector, none (None), or all of them back ("*")."""
+        """Give the engine an arm's connector, none (None), or all of them back ("*").
+
+        Blocks are freed behind the step in flight in every arm: switching that too would leave
+        vLLM's count of steps behind.
+        """
         scheduler, runner = schedulers[-1], self.model_runner
         if not hasattr(self, "_bench_original"):
             self._bench_original = (
                 scheduler.connector,
                 kv_transfer_state._KV_CONNECTOR_AGENT,
-                scheduler.defer_block_free,
                 getattr(runner, "kv_connector", None),
             )
-        connector, agent, defer, wrapper = self._bench_original
+        connector, agent, wrapper = self._bench_original
         if name is None:
             scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
-            scheduler.defer_block_free = False
         else:
             if name != "*":
                 connector = self._bench_arms(KVConnectorRole.SCHEDULER)[name]
                 agent = self._bench_arms(KVConnectorRole.WORKER)[name]
             scheduler.connector = connector
             kv_transfer_state._KV_CONNECTOR_AGENT = agent
-            scheduler.defer_block_free = defer
             scheduler.requires_kv_delivery = connector.requires_kv_delivery
         if wrapper is not None:
             from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
@@ -248,7 +259,9 @@ class Extension:
     def bench_pending(self) -> bool:
         """Whether requests run or copies to the host are under way."""
         scheduler = schedulers[-1]
-        return bool(scheduler.has_requests() or scheduler.has_finished_requests())
+        if scheduler.has_requests() or scheduler.has_finished_requests():
+            return True
+        return any(core.batch_queue for core in cores)
 
     def bench_wait_ready(self, seconds: float) -> bool:
         """Wait until the identity of the weights is known (LakeCache)."""

@@ -95,6 +95,7 @@ class EngineHost:
     def started(self) -> dict[str, Any]:
         """Say what runs."""
         said = self._call("bench_started")
+        self._call("bench_wait_ready", 60.0)
         said.update(import_s=self.import_s, init_s=self.init_s)
         return said
 

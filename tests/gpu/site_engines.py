@@ -151,8 +151,7 @@ class Site:
                 self.engine("pinned", "qwen3", "qwen3", verify_load=True),
                 self.engine("sync", "qwen3", "qwen3", transfer="sync"),
             ]
-        if DEVICE == "cuda":
-            hosts.append(self.engine("mla", "mla", "mla", verify_load=True))
+        hosts.append(self.engine("mla", "mla", "mla", verify_load=True))
         for host in hosts:
             host.spawn()
         self.generation = generation
