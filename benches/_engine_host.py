@@ -240,8 +240,12 @@ class EngineHost:
         return self._call("bench_time_calls", on)
 
     def counters(self) -> dict[str, Any]:
-        """What LakeCache counted since the start."""
-        return {"scheduler": self._call("bench_counters"), "core": self._call("bench_cache_stats")}
+        """What LakeCache counted since the start, and what its load policy has learned."""
+        return {
+            "scheduler": self._call("bench_counters"),
+            "core": self._call("bench_cache_stats"),
+            "estimates": self._call("bench_estimates"),
+        }
 
     def folder_bytes(self, folder: str) -> int:
         """Bytes of all files below a folder."""
