@@ -79,7 +79,7 @@ test-rust: setup
 	fi
 
 test-python: build
-	@$(BIN)/python scripts/make_models.py qwen3-tiny
+	@$(BIN)/python scripts/make_models.py qwen3-tiny qwen35-tiny qwen35-moe-tiny
 	timeout --kill-after=30 $(PYTEST_LIMIT) $(BIN)/python -m pytest
 
 format: setup ## Format all sources

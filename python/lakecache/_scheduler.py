@@ -23,7 +23,7 @@ from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, Wo
 from lakecache._policy import LoadPolicy
 from lakecache._records import Load, Store, Tracked
 from lakecache._spaces import Namespaces
-from lakecache._support import KIND_CHUNK, chunk_geometry
+from lakecache._support import KIND_CHUNK, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from lakecache._pages import Groups
     from lakecache.config import CacheConfig
 
 __all__ = ["SchedulerHalf"]
@@ -67,6 +68,8 @@ class SchedulerHalf:
         config: CacheConfig,
         cache: Any,
         *,
+        groups: Groups,
+        geometry: Geometry,
         unstable: str | None,
     ) -> None:
         """Take an open cache; `unstable` says why keys must not outlive this process."""
@@ -76,7 +79,8 @@ class SchedulerHalf:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._cache = cache
-        self.chunk, self.block, self.unit = chunk_geometry(kv_cache_config, config.chunk_size)
+        self._groups = groups
+        self.chunk, self.block, self.unit = geometry
         if self.chunk != config.chunk_size:
             log.info(
                 "LakeCache: chunk_size %d becomes %d, a multiple of the engine's block of %d",
@@ -84,7 +88,8 @@ class SchedulerHalf:
             )  # fmt: skip
         parallel = vllm_config.parallel_config
         self.ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.part_bytes = 0
+        # Bytes of one rank's part of an object, by kind.
+        self.part_bytes: dict[int, int] = {}
         self.declined: str | None = None
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
@@ -132,8 +137,8 @@ class SchedulerHalf:
                 "a worker has another shared-memory pool than the scheduler (another host, or "
                 "another /dev/shm); run all ranks on one host with one /dev/shm"
             )
-        elif len({worker.part_bytes for worker in told}) != 1:
-            self._decline("the ranks' shares of a chunk differ in size")
+        elif any(worker.part_bytes != told[0].part_bytes for worker in told):
+            self._decline("the ranks' shares of an object differ in size")
         else:
             self.part_bytes = told[0].part_bytes
             self.spaces.ranks = [worker.identity for worker in told]
@@ -166,15 +171,9 @@ class SchedulerHalf:
         if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, local):
             self._drop_lease(tracked)
             return 0, False
-        held = tracked.lease.poll()
-        now = time.monotonic()
+        held = self._held(tracked)
         if held is None:
-            tracked.asked = tracked.asked or now
-            if now - tracked.asked < OPEN_SECONDS:
-                return None, False
-            # The disk is slow: take what is held by now, or compute.
-            self.counts["open_timeouts"] += 1
-            held = tracked.lease.settle()
+            return None, False
         if tracked.choice is not None and held < tracked.choice.taken:
             # Less than was hoped for.
             tiers = bytes(tracked.lease.tiers())[:held]
@@ -222,10 +221,23 @@ class SchedulerHalf:
             return present
         tracked.choice = self.policy.choose(
             tracked.choice, tokens=tracked.request.num_tokens, local=local, present=present,
-            in_memory=in_memory, chunk=self.chunk, chunk_bytes=self.ranks * self.part_bytes,
+            in_memory=in_memory, chunk=self.chunk, chunk_bytes=self._bytes(KIND_CHUNK),
             same_step=self._alone(),
         )  # fmt: skip
         return tracked.choice.taken
+
+    def _held(self, tracked: Tracked) -> int | None:
+        """Give how many leading objects are leased; None while files are being opened."""
+        held: int | None = tracked.lease.poll()
+        if held is None:
+            now = time.monotonic()
+            tracked.asked = tracked.asked or now
+            if now - tracked.asked < OPEN_SECONDS:
+                return None
+            # The disk is slow: take what is held by now, or compute.
+            self.counts["open_timeouts"] += 1
+            held = tracked.lease.settle()
+        return held
 
     def _drop_lease(self, tracked: Tracked) -> None:
         lease, tracked.lease, tracked.asked = tracked.lease, None, None
@@ -245,7 +257,8 @@ class SchedulerHalf:
         if space is None:
             return b""
         if tracked.space is not space:
-            tracked.space, tracked.keys = space, b""
+            self._forget_keys(tracked)
+            tracked.space = space
         have = len(tracked.keys) // KEY_BYTES
         total = len(request.block_hashes) * self.unit // self.chunk
         if have < total:
@@ -256,13 +269,16 @@ class SchedulerHalf:
             tracked.keys += bytes(self._core.derive_keys(space.digest, KIND_CHUNK, hashes))
         return tracked.keys
 
+    def _forget_keys(self, tracked: Tracked) -> None:
+        tracked.space, tracked.keys = None, b""
+
     # Allocation
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Start the load that `matched` promised, or let go of it; watch the prompt for saving."""
         tracked = self._track(request)
         if external > 0:
-            self._start_load(tracked, blocks.get_block_ids()[0], external)
+            self._start_load(tracked, blocks.get_block_ids(), external)
         else:
             self._drop_lease(tracked)
         choice, tracked.choice = tracked.choice, None
@@ -272,40 +288,62 @@ class SchedulerHalf:
             self._saving[request.request_id] = tracked
             self._settle_stored(tracked)
 
-    def _start_load(self, tracked: Tracked, ids: Sequence[int], external: int) -> None:
-        lease, first, local = tracked.lease, tracked.first, tracked.local
-        chunks = -(-(local + external) // self.chunk) - first
-        if lease is None or chunks <= 0 or (first + chunks) * self.chunk // self.block > len(ids):
-            self.counts["unplanned_loads"] += 1
-            self.fail_load(tracked.request.request_id)
+    def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
+        first, end = tracked.first, tracked.local + external
+        chunks = -(-end // self.chunk) - first
+        ids = tables[self._groups.attention[0]]
+        if chunks <= 0 or (first + chunks) * self.chunk // self.block > len(ids):
+            self._unplanned(tracked)
             return
-        load = Load(
-            next(self._idents), lease, first=first, chunks=chunks, local=local,
-            ids=list(ids[: (first + chunks) * self.chunk // self.block]),
-            same_step=tracked.same_step,
-        )  # fmt: skip
-        lease.truncate(chunks)
-        self._note_sources(tracked, chunks, external)
+        objects = [
+            (KIND_CHUNK, self._chunk_blocks(tables, first + index, tracked.local))
+            for index in range(chunks)
+        ]
+        if self._start(tracked, objects, external):
+            self._cache.touch(tracked.keys[: (first + chunks) * KEY_BYTES])
+
+    def _unplanned(self, tracked: Tracked) -> None:
+        self.counts["unplanned_loads"] += 1
+        self.fail_load(tracked.request.request_id)
+
+    def _start(self, tracked: Tracked, objects: list[tuple[int, bytes]], external: int) -> bool:
+        """Begin to load the leading objects of the lease."""
+        lease = tracked.lease
+        if lease is None:
+            self._unplanned(tracked)
+            return False
+        load = Load(next(self._idents), lease, objects, same_step=tracked.same_step)
+        lease.truncate(len(objects))
+        self._note_sources(tracked, external)
         if self.policy is not None:
-            tiers = bytes(lease.tiers())[:chunks]
-            size = self.ranks * self.part_bytes
-            self.policy.load_started(load.ident, tiers, size, same_step=load.same_step)
+            memory, disk = self._bytes_by_tier(objects, bytes(lease.tiers()))
+            self.policy.load_started(load.ident, memory, disk, same_step=load.same_step)
         lease.start(0)
         tracked.lease, tracked.asked, tracked.load = None, None, load
         if load.same_step:
             self._same_step_loads[load.ident] = tracked
             self._loads_by_ident[load.ident] = load
-            self._new_loads.append((load.ident, None, load.chunks))
+            self._new_loads.append((load.ident, None, len(objects)))
             self.counts["loads"] += 1
             self.counts["loads_same_step"] += 1
         else:
             self._begin(tracked.request.request_id, load)
-        self._cache.touch(tracked.keys[: (first + chunks) * KEY_BYTES])
+        return True
+
+    def _bytes(self, kind: int) -> int:
+        """Give the size of an object: the parts of all ranks."""
+        return self.ranks * self.part_bytes[kind]
+
+    def _bytes_by_tier(self, objects: Sequence[tuple[int, bytes]], tiers: bytes) -> tuple[int, int]:
+        """Give the bytes to load from memory and from disk."""
+        sizes = [self._bytes(kind) for kind, _ in objects]
+        disk = sum(size for size, tier in zip(sizes, tiers, strict=False) if tier)
+        return sum(sizes) - disk, disk
 
     def _begin(self, request_id: str, load: Load) -> None:
         self._loads[request_id] = load
         self._loads_by_ident[load.ident] = load
-        self._new_loads.append((load.ident, request_id, load.chunks))
+        self._new_loads.append((load.ident, request_id, len(load.objects)))
         self.counts["loads"] += 1
 
     def fail_load(self, request_id: str) -> None:
@@ -314,7 +352,7 @@ class SchedulerHalf:
         if load is None:
             tracked = self._tracked.get(request_id)
             lease = None if tracked is None else tracked.lease
-            load = Load(next(self._idents), lease, first=0, chunks=1, local=0, ids=())
+            load = Load(next(self._idents), lease, [(KIND_CHUNK, b"")])
             if tracked is not None:
                 tracked.lease, tracked.load = None, load
             self._begin(request_id, load)
@@ -327,9 +365,10 @@ class SchedulerHalf:
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.same_step
 
-    def _note_sources(self, tracked: Tracked, chunks: int, external: int) -> None:
-        tiers = bytes(tracked.lease.tiers())[:chunks]
-        disk = min(sum(1 for tier in tiers if tier) * self.chunk, external)
+    def _note_sources(self, tracked: Tracked, external: int) -> None:
+        objects = tracked.lease.tiers()
+        chunks = bytes(objects)[: -(-(tracked.local + external) // self.chunk) - tracked.first]
+        disk = min((len(chunks) - chunks.count(0)) * self.chunk, external)
         self.counts["loaded_tokens_disk"] += disk
         self.counts["loaded_tokens_memory"] += external - disk
         tracked.in_memory = external - disk
@@ -407,16 +446,21 @@ class SchedulerHalf:
         """Name the slots that have come since the last step; whether there were any."""
         slots = load.lease.slots()
         for index, entry, generation in slots:
-            ids = self._chunk_blocks(load, index)
-            plan.chunks.append((load.ident, index, KIND_CHUNK, entry, generation, ids))
+            kind, ids = load.objects[index]
+            plan.chunks.append((load.ident, index, kind, entry, generation, ids))
         return bool(slots)
 
-    def _chunk_blocks(self, load: Load, index: int) -> bytes:
+    def _chunk_blocks(self, tables: Sequence[Sequence[int]], index: int, local: int) -> bytes:
         """Give the blocks of a chunk; those that the GPU holds already are left out (0)."""
-        begin = (load.first + index) * self.chunk
-        held = min(max(0, load.local - begin), self.chunk) // self.block
-        ids = load.ids[begin // self.block + held : (begin + self.chunk) // self.block]
-        return array("i", [0] * held + list(ids)).tobytes()
+        begin = index * self.chunk
+        held = min(max(0, local - begin), self.chunk) // self.block
+        ids = array("i")
+        for group in self._groups.attention:
+            ids.extend([0] * held)
+            ids.extend(
+                tables[group][begin // self.block + held : (begin + self.chunk) // self.block]
+            )
+        return ids.tobytes()
 
     def _plan_stores(self, plan: StepPlan, output: SchedulerOutput) -> None:
         for request_id, tracked in list(self._saving.items()):
@@ -434,7 +478,7 @@ class SchedulerHalf:
             if tracked.next_save < ready:
                 self._store_chunks(plan, tracked, ready, output)
             finished = not self._config.save_decode and (
-                tracked.next_save >= request.num_prompt_tokens // self.chunk
+                tracked.next_save >= self._save_limit(tracked)
             )
             if finished or tracked.attempts >= STORE_ATTEMPTS:
                 del self._saving[request_id]
@@ -443,15 +487,15 @@ class SchedulerHalf:
         self, plan: StepPlan, tracked: Tracked, ready: int, output: SchedulerOutput
     ) -> None:
         keys = self._keys(tracked)
-        space, pool = tracked.space, self._pool
+        space = tracked.space
         state = output.kv_connector_block_state
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
-        if not keys or space is None or pool is None or table is None:
+        if not keys or space is None or self._pool is None or table is None:
             return
-        per_chunk = self.chunk // self.block
+        per_chunk = self.chunk // self.block * len(self._groups.attention)
         while tracked.next_save < ready:
             index = tracked.next_save
-            ids = table[0][index * per_chunk : (index + 1) * per_chunk]
+            ids = array("i", self._chunk_blocks(table, index, 0))
             if len(ids) != per_chunk or not all(ids) or not self._room(per_chunk):
                 self.counts["stores_put_off"] += 1
                 tracked.attempts += 1
@@ -461,10 +505,10 @@ class SchedulerHalf:
                 space.number, key, KIND_CHUNK,
                 keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else None,
                 index * self.chunk, (index + 1) * self.chunk - 1,
-                self.ranks, self.ranks * self.part_bytes,
+                self.ranks, self._bytes(KIND_CHUNK),
             )  # fmt: skip
             if slot is not None:
-                self._start_store(plan, slot, ids, pool)
+                self._start_store(plan, KIND_CHUNK, slot, ids.tobytes(), self._pin(ids))
             elif not self._cache.lookup(key)[0]:
                 # No room, a busy lock, or somebody is writing it: perhaps in the next step.
                 tracked.attempts += 1
@@ -479,16 +523,28 @@ class SchedulerHalf:
         most = max(self._kv_cache_config.num_blocks // PINNED_SHARE, blocks)
         return len(self._stores) < STORES_IN_FLIGHT and self._pinned_blocks + blocks <= most
 
+    def _pin(self, ids: Sequence[int]) -> list[Any]:
+        """Keep blocks from being given to others until `_unpin`."""
+        if self._pool is None:
+            raise RuntimeError("vLLM has not bound its block pool")
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._pool.touch(blocks)
+        self._pinned_blocks += len(blocks)
+        return blocks
+
+    def _unpin(self, blocks: list[Any]) -> None:
+        self._pinned_blocks -= len(blocks)
+        if self._pool is not None:
+            self._pool.free_blocks(reversed(blocks))
+
     def _start_store(
-        self, plan: StepPlan, slot: tuple[int, int], ids: Sequence[int], pool: BlockPool
-    ) -> None:
-        blocks = [pool.blocks[block] for block in ids]
-        pool.touch(blocks)
+        self, plan: StepPlan, kind: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
+    ) -> int:
         job = next(self._idents)
         self._stores[job] = Store(*slot, blocks)
-        self._pinned_blocks += len(blocks)
-        plan.stores.append((job, KIND_CHUNK, *slot, array("i", ids).tobytes()))
+        plan.stores.append((job, kind, *slot, ids))
         self.counts["stores"] += 1
+        return job
 
     # What came back
 
@@ -552,9 +608,7 @@ class SchedulerHalf:
                     self._cache.flush(SYNC_WRITE_SECONDS)
         finally:
             # Whatever the store says, the engine gets its blocks back.
-            self._pinned_blocks -= len(store.blocks)
-            if self._pool is not None:
-                self._pool.free_blocks(reversed(store.blocks))
+            self._unpin(store.blocks)
 
     def _received(self, request_id: str, *, good: bool) -> None:
         load = self._loads.pop(request_id, None)
@@ -572,6 +626,16 @@ class SchedulerHalf:
             load.lease.close()
         if self.policy is not None:
             self.policy.load_ended(load.ident, good=good)
+
+    def finished_tail(
+        self,
+        request: Request,
+        table: Sequence[Sequence[int]],
+        entries: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Take (group, block, tokens) of a state that vLLM hands over as the request ends; models
+        without recurrent state have none.
+        """
 
     def finished(self, request_id: str) -> None:
         """Forget a request. A load under way keeps its lease until the workers report it."""
@@ -595,7 +659,8 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
             # What these requests have computed so far may belong to the old weights.
-            tracked.space, tracked.keys, tracked.next_save = None, b"", max(tracked.next_save, 0)
+            self._forget_keys(tracked)
+            tracked.next_save = max(tracked.next_save, 0)
         self._saving.clear()
         for request_id in self._loads:
             self.fail_load(request_id)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lakecache import identity
 from lakecache._metadata import Handshake, StepPlan, WorkerReport
-from lakecache._pages import ObjectShape, PageTable, layer_specs
-from lakecache._support import KIND_CHUNK, chunk_geometry
+from lakecache._pages import Groups, ObjectShape, PageTable, layer_specs
+from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache.transfer import HostTransfer, PackedTransfer, SerialTransfer, Transfer
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class WorkerHalf:
         config: CacheConfig,
         cache: Any,
         *,
+        groups: Groups,
+        geometry: Geometry,
         rank: int,
     ) -> None:
         """Take an open cache that is a member of the scheduler's pool."""
@@ -68,8 +70,8 @@ class WorkerHalf:
         self._config = config
         self._cache = cache
         self._rank = rank
-        chunk, block, _ = chunk_geometry(kv_cache_config, config.chunk_size)
-        self._blocks_per_chunk = chunk // block
+        self._groups = groups
+        self._blocks_per_chunk = geometry.chunk // geometry.block
         self._shapes: dict[int, ObjectShape] = {}
         self._transfer: Transfer | None = None
         self._buffers = self._staging()
@@ -86,12 +88,16 @@ class WorkerHalf:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Compute where all pages lie, or decline in one sentence."""
         try:
-            pages = PageTable(self._kv_cache_config, kv_caches)
-            specs = layer_specs(self._kv_cache_config)
+            groups = self._groups
+            pages = PageTable(self._kv_cache_config, kv_caches, groups)
+            specs = layer_specs(self._kv_cache_config, (*groups.attention, *groups.states))
             self._identity = identity.rank_identity(
                 self._vllm_config, self._kv_cache_config, kv_caches, specs
             )
             self._shapes = {KIND_CHUNK: pages.chunk_shape(self._blocks_per_chunk)}
+            if groups.states:
+                self._shapes[KIND_STATE] = pages.state_shape(with_pages=False)
+                self._shapes[KIND_TAIL] = pages.state_shape(with_pages=True)
             self._transfer = self._make_transfer(next(iter(kv_caches.values())))
             self._declined = None
         except Exception as error:
@@ -108,7 +114,9 @@ class WorkerHalf:
 
         from lakecache._staging import StagingBuffers
 
-        pages = sum(spec.page_size_bytes for _, spec in layer_specs(self._kv_cache_config))
+        stored = (*self._groups.attention, *self._groups.states)
+        specs = layer_specs(self._kv_cache_config, stored)
+        pages = sum(spec.page_size_bytes for _, spec in specs)
         found = StagingBuffers.allocate(
             torch.device("cuda", torch.cuda.current_device()),
             largest=pages * self._blocks_per_chunk,
@@ -137,10 +145,9 @@ class WorkerHalf:
 
     def handshake(self) -> Handshake:
         """Tell the scheduler half about this rank."""
-        shape = self._shapes.get(KIND_CHUNK)
         return Handshake(
             pool_id=self._cache.pool_id,
-            part_bytes=0 if shape is None else shape.part_bytes,
+            part_bytes={kind: shape.part_bytes for kind, shape in self._shapes.items()},
             same_step=self._transfer is not None and self._transfer.same_step,
             identity=self._identity,
             declined=self._declined,

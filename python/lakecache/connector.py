@@ -25,9 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
 from lakecache._scheduler import SchedulerHalf
-from lakecache._support import declined_reason
+from lakecache._support import cache_groups, chunk_geometry, declined_reason, is_hybrid
 from lakecache._worker import WorkerHalf
 from lakecache.config import CacheConfig
 from lakecache.identity import unstable_reason
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["LakeCacheConnector", "MiniCacheConnector"]
+__all__ = ["CacheConnector", "LakeCacheConnector", "MiniCacheConnector"]
 
 log = logging.getLogger("vllm.lakecache")
 
@@ -69,7 +70,7 @@ def _guarded(
 
     def wrap(method: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(method)
-        def call(self: MiniCacheConnector, *args: Any, **kwargs: Any) -> Answer:
+        def call(self: CacheConnector, *args: Any, **kwargs: Any) -> Answer:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
@@ -81,12 +82,15 @@ def _guarded(
     return wrap
 
 
-class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV of models with full attention in every layer, in chunks, in shared memory and on disk.
+class CacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """What the connectors have in common.
 
     vLLM makes one in the scheduler and one in each worker; each has the half for its role, or none
     where this engine is not served.
     """
+
+    # Whether models with recurrent state are served, or those without; None: both.
+    _hybrid: bool | None = None
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -107,7 +111,9 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = str(transfer.engine_id)
         scheduling = role == KVConnectorRole.SCHEDULER
         unstable = unstable_reason(vllm_config)
-        self.declined = declined_reason(vllm_config, kv_cache_config)
+        self._loaded_groups = kv_cache_config.prefix_cacheable_group_ids
+        hybrid = is_hybrid(kv_cache_config) if self._hybrid is None else self._hybrid
+        self.declined = declined_reason(vllm_config, kv_cache_config, hybrid=hybrid)
         if self.declined is None and unstable is not None and config.cpu_bytes == 0:
             self.declined = f"{unstable}, and there is no memory tier (cpu_bytes is 0)"
         if self.declined is not None:
@@ -117,14 +123,19 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduling:
             self._warn(transfer.kv_load_failure_policy, unstable)
         cache = _open_cache(config, worker=not scheduling, private=unstable is not None)
+        groups = cache_groups(kv_cache_config, hybrid=hybrid)
+        self._loaded_groups = tuple(sorted((*groups.attention, *groups.states)))
+        geometry = chunk_geometry(kv_cache_config, groups, config.chunk_size)
         if scheduling:
-            self.scheduler = SchedulerHalf(
-                vllm_config, kv_cache_config, config, cache, unstable=unstable
-            )
+            self.scheduler = (HybridSchedulerHalf if hybrid else SchedulerHalf)(
+                vllm_config, kv_cache_config, config, cache,
+                groups=groups, geometry=geometry, unstable=unstable,
+            )  # fmt: skip
         else:
             self.worker = WorkerHalf(
-                vllm_config, kv_cache_config, config, cache, rank=_rank_of_worker()
-            )
+                vllm_config, kv_cache_config, config, cache,
+                groups=groups, geometry=geometry, rank=_rank_of_worker(),
+            )  # fmt: skip
 
     @staticmethod
     def _warn(policy: str, unstable: str | None) -> None:
@@ -231,6 +242,10 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
             )
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Tell whose blocks a load fills, so that vLLM need not zero them."""
+        return self._loaded_groups
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -316,6 +331,18 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Never keep a request's blocks, also when it is aborted during a load."""
         return self.request_finished(request, [])
 
+    @_guarded(lambda: False)
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Pin the blocks of a state at the end of a request; the request's own may go."""
+        if self.scheduler is not None:
+            self.scheduler.finished_tail(request, block_ids, partial_tail_offloads)
+        return False
+
     def has_pending_block_frees(self) -> bool:
         """Whether pins will soon go, so that waiting beats preempting."""
         return self.scheduler is not None and self.scheduler.pending_stores()
@@ -364,8 +391,16 @@ class MiniCacheConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.shutdown()
 
 
-class LakeCacheConnector(MiniCacheConnector):
-    """The connector for every model: it serves those with full attention, and declines others."""
+class MiniCacheConnector(CacheConnector):
+    """KV of models with full attention in every layer, in chunks, in shared memory and on disk."""
+
+    _hybrid = False
+
+
+class LakeCacheConnector(CacheConnector):
+    """The connector for every model: it serves those with full attention in every layer, and those
+    with recurrent state besides attention, and declines others.
+    """
 
 
 def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:

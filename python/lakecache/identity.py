@@ -265,7 +265,10 @@ def engine_identity(
         },
         "cache": {
             "dtype": cache.cache_dtype,
-            "block_size": kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            "groups": [
+                {"block_size": group.kv_cache_spec.block_size, "layers": group.layer_names}
+                for group in kv_cache_config.kv_cache_groups
+            ],
             "hash_block_size": kv_cache_config.hash_block_size,
             "skip_layers": getattr(cache, "kv_cache_dtype_skip_layers", None),
         },
@@ -344,6 +347,7 @@ def _device_identity(
                     vllm_config.cache_config.cache_dtype,
                 )
                 for _, spec in specs
+                if hasattr(spec, "head_size")
             }
         )
     except Exception as error:  # then the capability alone tells machines apart

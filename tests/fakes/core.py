@@ -110,6 +110,19 @@ class Cache:
             found += 1
         return found, memory
 
+    def lookup_checkpoints(
+        self, chunks: bytes, states: bytes, per_chunk: int, most: int
+    ) -> list[tuple[int, int, int, bool]]:
+        present = self.lookup(chunks)[0]
+        ready = [self.pool.ready(key) for key in split(chunks)[:present]]
+        found = []
+        for index, key in reversed(list(enumerate(split(states)))):
+            need = (index + 1) // per_chunk
+            there = self.pool.ready(key) or self.pool.on_disk(key)
+            if there and need <= present and len(found) < most:
+                found.append((index, need, sum(ready[:need]), self.pool.ready(key)))
+        return found
+
     def lease(self, keys: bytes) -> Lease:
         return Lease(self.pool, split(keys))
 

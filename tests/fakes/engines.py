@@ -65,7 +65,7 @@ class Engine:
     def load(self, memory: int = 0, disk: int = 0, *, latency: float = 3e-3) -> None:
         """Load so many chunks by tier."""
         ident, size = next(numbers), CHUNK * TOKEN_BYTES
-        self.policy.load_started(ident, b"\0" * memory + b"\1" * disk, size)
+        self.policy.load_started(ident, memory * size, disk * size)
         self.take(latency + memory * size / self.memory + disk * size / self.disk)
         self.policy.load_ended(ident, good=True)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from fakes import core as fake
 from lakecache import identity
 from lakecache._metadata import Handshake, WorkerReport
+from lakecache._pages import Groups
 from lakecache._scheduler import SchedulerHalf
+from lakecache._support import KIND_CHUNK, Geometry
 from lakecache.config import CacheConfig
 
 BLOCK, CHUNK = 32, 64
@@ -53,6 +55,11 @@ class Request(SimpleNamespace):
 class Bench:
     """A scheduler half with one rank, as the connector would build it."""
 
+    half_type: type[SchedulerHalf] = SchedulerHalf
+    groups = Groups((0,))
+    geometry = Geometry(CHUNK, BLOCK, BLOCK)
+    part_bytes: ClassVar[dict[int, int]] = {KIND_CHUNK: 4096}
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, **extra: Any) -> None:
         import lakecache
 
@@ -71,15 +78,23 @@ class Bench:
             scheduler_config=SimpleNamespace(
                 max_num_batched_tokens=8192, long_prefill_token_threshold=0
             ),
+            speculative_config=None,
         )
         self.cache = fake.Cache(cache_dir=str(tmp_path / "kv"), ram_dir="ram")
         config = CacheConfig.from_extra_config(
             {"cache_dir": str(tmp_path), "chunk_size": CHUNK, **extra}
         )
-        self.half = SchedulerHalf(vllm_config, kv, config, self.cache, unstable=None)  # type: ignore[arg-type]
-        self.half.handshake(
-            {(0, r): Handshake(self.cache.pool_id, 4096, "{}") for r in range(self.ranks)}
+        self.half = self.half_type(
+            vllm_config,  # type: ignore[arg-type]
+            kv,  # type: ignore[arg-type]
+            config,
+            self.cache,
+            groups=self.groups,
+            geometry=self.geometry,
+            unstable=None,
         )
+        told = Handshake(self.cache.pool_id, self.part_bytes, "{}")
+        self.half.handshake({(0, rank): told for rank in range(self.ranks)})
         self.pool = BlockPool()
         self.half.bind_pool(self.pool)  # type: ignore[arg-type]
         self.copies = fake.Copier(self.cache.pool)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lakecache._metadata import IDLE, CacheStats, StepPlan, WorkerReport
-from lakecache.connector import LakeCacheConnector, MiniCacheConnector
+from lakecache.connector import CacheConnector, LakeCacheConnector, MiniCacheConnector
 
 
 class Broken:
@@ -70,6 +70,7 @@ HOOKS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("get_external_cache_hit_sources", (REQUEST, 64), {}),
     ("build_connector_meta", (None,), IDLE),
     ("update_connector_output", (OUTPUT,), None),
+    ("register_finished_partial_tail", (REQUEST, ([],), []), False),
     ("request_finished", (REQUEST, []), (False, None)),
     ("request_finished_all_groups", (REQUEST, ([],)), (False, None)),
     ("reset_cache", (), False),
@@ -127,16 +128,17 @@ def test_delivery_is_not_required_and_layers_are_not_hooked(broken: MiniCacheCon
 
 def test_every_hook_of_vllm_that_it_calls_is_known() -> None:
     """A hook that a new vLLM adds shows up here, to be answered or left alone on purpose."""
-    overridden = {name for name in vars(MiniCacheConnector) if not name.startswith("_")}
+    overridden = {name for name in vars(CacheConnector) if not name.startswith("_")}
     ours = {
         "requires_kv_delivery", "wait_for_layer_load", "save_kv_layer", "take_events",
         "build_kv_connector_stats", "has_pending_block_frees", "has_pending_push_work",
+        "get_loaded_kv_cache_group_ids",
         *(hook for hook, _, _ in HOOKS),
     }  # fmt: skip
     assert {name for name in overridden if hasattr(KVConnectorBase_V1, name)} <= ours
     left = {"wait_for_layer_load", "save_kv_layer", "take_events", "build_kv_connector_stats"}
     # These look at one dictionary, once per step; there is nothing in them to go wrong.
-    left |= {"has_pending_block_frees", "has_pending_push_work"}
+    left |= {"has_pending_block_frees", "has_pending_push_work", "get_loaded_kv_cache_group_ids"}
     assert overridden - left - {"requires_kv_delivery"} == {hook for hook, _, _ in HOOKS}
 
 

@@ -162,7 +162,7 @@ def test_what_a_step_takes_beyond_computing_is_its_load(clock: Clock) -> None:
     for chunks, rest in ((32, 100), (8, 2), (2, 1)) * 2:
         # A decode step is still running when the load is planned.
         policy.clock.planned(step([], decoding=1))
-        policy.load_started(next(numbers), b"\0" * chunks, CHUNK * TOKEN_BYTES, same_step=True)
+        policy.load_started(next(numbers), chunks * CHUNK * TOKEN_BYTES, 0, same_step=True)
         policy.clock.planned(step([("a", 8000, rest)], has_sync_kv_loads=True))
         clock.now += 0.003
         policy.step_ended()

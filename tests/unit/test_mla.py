@@ -20,7 +20,7 @@ pytest.importorskip("lakecache._core")
 import torch
 
 from lakecache import identity
-from lakecache._pages import PageTable, layer_specs
+from lakecache._pages import Groups, PageTable, layer_specs
 from lakecache._support import _group_declined
 
 BLOCK, BLOCKS, BLOCKS_PER_CHUNK = 16, 12, 2
@@ -151,8 +151,8 @@ def runs(shape: Any, *blocks: int, whole: bool = True) -> list[Any]:
 @pytest.mark.parametrize("model", [plain, sparse])
 def test_sizes_and_addresses(layout: str, model: Any) -> None:
     config, tensors = model(layout)
-    assert _group_declined(config) is None
-    shape = PageTable(config, tensors).chunk_shape(BLOCKS_PER_CHUNK)
+    assert _group_declined(config, 0) is None
+    shape = PageTable(config, tensors, Groups((0,))).chunk_shape(BLOCKS_PER_CHUNK)
     # One latent vector per token: no heads, and no V beside K.
     pages = {name: INDEXER_PAGE if "indexer" in name else PAGE for name in tensors}
     assert shape.part_bytes == BLOCKS_PER_CHUNK * sum(pages.values())
@@ -172,7 +172,7 @@ def test_round_trip_into_other_blocks(cache: Any, layout: str, model: Any) -> No
     config, tensors = model(layout)
     fill(tensors)
     want = {name: tensor.clone() for name, tensor in tensors.items()}
-    shape = PageTable(config, tensors).chunk_shape(BLOCKS_PER_CHUNK)
+    shape = PageTable(config, tensors, Groups((0,))).chunk_shape(BLOCKS_PER_CHUNK)
     number = cache.namespace(b"n" * 32, "{}")
     slot = reserved(cache, number, shape.part_bytes)
     copier = cache.copier(1)

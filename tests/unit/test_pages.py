@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lakecache._pages import Fragments, ObjectShape, PageTable
+from lakecache._pages import Fragments, Groups, ObjectShape, PageTable
 from lakecache.errors import ConfigError
 
 pytest.importorskip("numpy")
@@ -38,7 +38,7 @@ def table(layout: str, pages: tuple[int, ...] = (PAGE, PAGE), size: int | None =
     )
     storage = SimpleNamespace(data_ptr=lambda: BASE, nbytes=lambda: size)
     tensor: Any = SimpleNamespace(untyped_storage=lambda: storage)
-    return PageTable(config, dict.fromkeys(group.layer_names, tensor))
+    return PageTable(config, dict.fromkeys(group.layer_names, tensor), Groups((0,)))
 
 
 def shape(layout: str, pages: tuple[int, ...] = (PAGE, PAGE)) -> ObjectShape:

@@ -66,7 +66,7 @@ def test_what_is_under_way_counts(clock: Clock) -> None:
     engine.learn()
     assert engine.chunks(8192, memory=32) == 32
     for ident in range(-4, 0):
-        engine.policy.load_started(ident, b"\0" * 32, CHUNK * TOKEN_BYTES)
+        engine.policy.load_started(ident, 32 * CHUNK * TOKEN_BYTES, 0)
     assert engine.chunks(8192, memory=32) == 0
     for ident in range(-4, 0):
         engine.policy.load_ended(ident, good=False)

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from fakes.scheduler import BLOCK, CHUNK, Bench, Request
 from lakecache import _scheduler
 from lakecache._metadata import IDLE, Handshake, WorkerReport
+from lakecache._support import KIND_CHUNK
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_reset_shares_nothing_with_what_is_stored(bench: Bench) -> None:
 
 
 def test_unequal_pools_decline(bench: Bench) -> None:
-    bench.half.handshake({(0, 0): Handshake("another", 4096, "{}")})
+    bench.half.handshake({(0, 0): Handshake("another", {KIND_CHUNK: 4096}, "{}")})
     assert bench.half.declined is not None
     assert "pool" in bench.half.declined
 

@@ -27,7 +27,7 @@ def test_random_hashes_stay_in_the_process(
 def test_a_declined_engine_runs(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from lakecache import connector
 
-    monkeypatch.setattr(connector, "declined_reason", lambda *_: "a reason")
+    monkeypatch.setattr(connector, "declined_reason", lambda *_, **__: "a reason")
     with engine(places) as inert:
         assert inert.half is None
         first = inert.generate([prompt(300, 9)])[0]

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lakecache_core::cache::{Cache, CacheOptions, Lease, WritePolicy};
+use lakecache_core::cache::{Cache, CacheOptions, Checkpoint, Lease, Tier, WritePolicy};
 use lakecache_core::io::EngineChoice;
 use lakecache_core::l1::{ObjectMeta, Slot, SlotState};
 use lakecache_core::l2::Durability;
@@ -144,6 +144,23 @@ impl PyCache {
     /// How many leading keys are present, and how many of those are in memory.
     fn lookup(&self, keys: &[u8]) -> PyResult<(usize, usize)> {
         Ok(self.cache.lookup(&parse_keys(keys)?))
+    }
+
+    /// The deepest complete checkpoints, deepest first: (candidate, how many leading chunks it
+    /// needs, how many of those are in memory, whether the state is). Candidate `i` of `states`
+    /// needs the first `(i + 1) // per_chunk` of `chunks`.
+    fn lookup_checkpoints(
+        &self,
+        chunks: &[u8],
+        states: &[u8],
+        per_chunk: usize,
+        most: usize,
+    ) -> PyResult<Vec<(usize, usize, usize, bool)>> {
+        let (chunks, states) = (parse_keys(chunks)?, parse_keys(states)?);
+        let found = self.cache.lookup_checkpoints(&chunks, &states, per_chunk, most);
+        let row =
+            |at: Checkpoint| (at.index, at.chunks, at.chunks_in_memory, at.state == Tier::Memory);
+        Ok(found.into_iter().map(row).collect())
     }
 
     /// Leases the leading keys that are present; never waits.

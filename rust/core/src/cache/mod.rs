@@ -5,6 +5,7 @@
 //! back. A slot being filled belongs to whoever reserved it; a readable one to nobody, and its bytes
 //! never change.
 
+mod checkpoint;
 mod copy;
 mod lease;
 mod stats;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+pub use checkpoint::Checkpoint;
 pub use copy::{Copier, Fragments, Outcome};
 use crc_fast::{CrcAlgorithm, Digest};
 pub use lease::{Lease, Tier};

@@ -1,0 +1,380 @@
+"""The scheduler half for models with recurrent state: chunks of attention and checkpoints.
+
+A checkpoint at N tokens is the chunks of the full blocks before N and one state object: the
+recurrent state of all layers after exactly N tokens and, where N lies inside of a block, that
+block's pages of attention. A state serves only its own N; chunks are shared by all checkpoints of a
+chain. vLLM says where there are states: it hands the blocks over that hold one, in the step that
+computes it, and nobody writes to such a block again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lakecache._metadata import IDLE, StepPlan
+from lakecache._policy import Choice, Hit
+from lakecache._scheduler import KEY_BYTES, LOAD_ATTEMPTS, STORE_ATTEMPTS, SchedulerHalf
+from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from lakecache._records import Tracked
+
+__all__ = ["HybridSchedulerHalf"]
+
+# Complete checkpoints that a look-up gives to choose from.
+CANDIDATES = 4
+# States may pin at most one part in this many of the GPU's blocks, chunks included.
+PINNED_SHARE = 2
+# States remembered as worth keeping.
+REUSED_MAX = 4096
+
+
+# A complete checkpoint: its place among the multiples of the hash unit, the chunks it needs, how
+# many of those are in memory, and whether the state is.
+Candidate = tuple[int, int, int, bool]
+
+
+class Offer(NamedTuple):
+    """A state that vLLM handed over; its blocks are pinned until it is stored or given up."""
+
+    tracked: Tracked
+    boundary: int
+    kind: int
+    key: bytes
+    parent: bytes | None
+    space: int
+    ids: bytes
+    blocks: list[Any]
+    attempts: int = 0
+
+
+class HybridSchedulerHalf(SchedulerHalf):
+    """See the module's text; what is not here is as with full attention."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Take what `SchedulerHalf` takes."""
+        super().__init__(vllm_config, *args, **kwargs)
+        self._offers: list[Offer] = []
+        # Keys of the states on their way, by job.
+        self._state_jobs: dict[int, bytes] = {}
+        # States that were hit, and junctions: more than one prompt continues them.
+        self._reused: OrderedDict[bytes, None] = OrderedDict()
+        speculative = vllm_config.speculative_config
+        self._drops_block = speculative is not None and speculative.use_eagle_block_drop()
+
+    # Lookup
+
+    def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Answer how far beyond `local` the deepest checkpoint is; hold a lease on all of it."""
+        if request.skip_reading_prefix_cache or request.resumable:
+            return 0, False
+        tracked = self._track(request)
+        tracked.local = local
+        if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
+            return 0, False
+        while tracked.short_leases < LOAD_ATTEMPTS and self._take_checkpoint(tracked, local):
+            held = self._held(tracked)
+            if held is None:
+                return None, False
+            if held >= tracked.objects:
+                return tracked.end - local, True
+            # A part is gone since the lookup: without it the rest is of no use.
+            tracked.short_leases += 1
+            self._drop_lease(tracked)
+        self._drop_lease(tracked)
+        return 0, False
+
+    def _take_checkpoint(self, tracked: Tracked, local: int) -> bool:
+        first = local // self.block
+        if tracked.lease is not None:
+            if tracked.first == first:
+                return True
+            self._drop_lease(tracked)
+        chunks = self._keys(tracked)[first * KEY_BYTES :]
+        end = (tracked.request.num_tokens - 1) // self.unit
+        states = self._state_keys(tracked)[local // self.unit * KEY_BYTES : end * KEY_BYTES]
+        if not states:
+            return False
+        per_block = self.block // self.unit
+        found = self._cache.lookup_checkpoints(chunks, states, per_block, CANDIDATES)
+        chosen = self._choose_checkpoint(tracked, local, found)
+        if chosen is None:
+            return False
+        at, need, in_memory, state_in_memory = chosen
+        state = states[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+        tracked.lease = self._cache.lease(chunks[: need * KEY_BYTES] + state)
+        tracked.first = first
+        tracked.in_memory = in_memory + state_in_memory
+        tracked.objects = need + 1
+        tracked.end = local + (at + 1) * self.unit
+        return True
+
+    def _choose_checkpoint(
+        self, tracked: Tracked, local: int, found: list[Candidate]
+    ) -> Candidate | None:
+        """Give the checkpoint worth loading of those found, the deepest first."""
+        if self.policy is None or not found:
+            return next(iter(found), None)
+        ends = [local + (at + 1) * self.unit for at, *_ in found]
+        blocks = [-(-(end - local) // self.block) for end in ends]
+        before = tracked.choice
+        if before is None or (before.local, before.offered) != (local, blocks[0]):
+            memory, disk = [], []
+            for end, (_, need, in_memory, state_in_memory) in zip(ends, found, strict=True):
+                state = self._bytes(KIND_TAIL if end % self.block else KIND_STATE)
+                memory.append(in_memory * self._bytes(KIND_CHUNK) + state * state_in_memory)
+                disk.append(
+                    (need - in_memory) * self._bytes(KIND_CHUNK) + state * (not state_in_memory)
+                )
+            number = self.policy.decide(
+                Hit(tracked.request.num_tokens, local, ends[::-1], memory[::-1], disk[::-1])
+            )
+            tracked.choice = Choice(local, blocks[0], blocks[-number] if number else 0)
+        taken = 0 if tracked.choice is None else tracked.choice.taken
+        return next((one for one, size in zip(found, blocks, strict=True) if size == taken), None)
+
+    def _state_keys(self, tracked: Tracked) -> bytes:
+        """Keys of the states at all multiples of the hash unit, extended as the request grows."""
+        space = tracked.space
+        if space is None:
+            return b""
+        hashes = tracked.request.block_hashes
+        per_block = self.block // self.unit
+        have = len(tracked.states) // KEY_BYTES
+        parts = [tracked.states]
+        while have < len(hashes):
+            # The tails of a block, then the state at its end.
+            aligned = (have + 1) % per_block == 0
+            end = have + 1 if aligned else min((have // per_block + 1) * per_block - 1, len(hashes))
+            kind = KIND_STATE if aligned else KIND_TAIL
+            parts.append(bytes(self._core.derive_keys(space.digest, kind, hashes[have:end])))
+            have = end
+        tracked.states = b"".join(parts)
+        return tracked.states
+
+    def _state_key(self, tracked: Tracked, boundary: int) -> bytes:
+        at = boundary // self.unit - 1
+        return self._state_keys(tracked)[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def _forget_keys(self, tracked: Tracked) -> None:
+        super()._forget_keys(tracked)
+        tracked.states = b""
+
+    # Allocation
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """See `SchedulerHalf.allocated`."""
+        super().allocated(request, blocks, external)
+        tracked = self._track(request)
+        tracked.kept = max(tracked.kept, tracked.local + external)
+
+    def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
+        end, groups = tracked.end, self._groups
+        if tracked.local + external != end:
+            self._unplanned(tracked)
+            return
+        last = (end - 1) // self.block
+        state = array("i", [tables[group][last] for group in groups.states])
+        kind = KIND_STATE
+        if end % self.block:
+            kind = KIND_TAIL
+            state.extend(tables[group][last] for group in groups.attention)
+        objects = [
+            (KIND_CHUNK, self._chunk_blocks(tables, index, tracked.local))
+            for index in range(tracked.first, end // self.block)
+        ]
+        objects.append((kind, state.tobytes()))
+        if not all(state):
+            self._unplanned(tracked)
+            return
+        if not self._start(tracked, objects, external):
+            return
+        key = self._state_key(tracked, end)
+        chunks = tracked.keys[: end // self.block * KEY_BYTES]
+        # A state that is about to be continued by a deeper one may not be read again: it keeps its
+        # age, until a second hit shows that several prompts continue it.
+        again = key in self._reused or self._last_boundary(tracked.request) <= end
+        self._cache.touch(chunks + key if again else chunks)
+        self._note_reused(key)
+
+    def _note_reused(self, key: bytes) -> None:
+        self._reused[key] = None
+        self._reused.move_to_end(key)
+        if len(self._reused) > REUSED_MAX:
+            self._reused.popitem(last=False)
+
+    def _last_boundary(self, request: Request) -> int:
+        """Give the deepest boundary of the prompt at which vLLM makes a state."""
+        step = self.unit
+        tokens = int(request.num_prompt_tokens) - (not self._drops_block)
+        return max(tokens // step * step - step * self._drops_block, 0)
+
+    def _save_limit(self, tracked: Tracked) -> int:
+        if self._config.save_decode:
+            return super()._save_limit(tracked)
+        # Chunks behind the last state would have no reader.
+        return self._last_boundary(tracked.request) // self.block
+
+    # Saves
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        """Say what the workers do in this step, what vLLM hands over in it included."""
+        plan = super().plan_step(output)
+        tables = output.kv_connector_block_state
+        offered = {} if tables is None else tables.boundary_state_offloads
+        if not offered and not self._offers:
+            return plan
+        # Where planning fails from here on, the workers are told of all that is in it.
+        plan = self._plan = plan or StepPlan()
+        for request_id, entries in offered.items():
+            tracked = self._tracked.get(request_id)
+            table = None if tables is None else tables.get_block_ids(request_id)
+            if tracked is not None and table is not None:
+                self._take_offers(tracked, entries, table)
+        for _ in range(len(self._offers)):
+            offer = self._offers.pop(0)
+            try:
+                waits = self._store_state(plan, offer)
+            except Exception:
+                self._unpin(offer.blocks)
+                raise
+            if waits:
+                self._offers.append(offer._replace(attempts=offer.attempts + 1))
+        return plan if plan else IDLE
+
+    def finished_tail(
+        self,
+        request: Request,
+        table: Sequence[Sequence[int]],
+        entries: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Take the state of a request that ends; it is stored in the next step."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            self._take_offers(tracked, entries, table)
+
+    def _take_offers(
+        self,
+        tracked: Tracked,
+        entries: Sequence[tuple[int, int, int]],
+        table: Sequence[Sequence[int]],
+    ) -> None:
+        boundaries: dict[int, dict[int, int]] = {}
+        for group, block, boundary in entries:
+            boundaries.setdefault(boundary, {})[group] = block
+        for boundary in sorted(boundaries):
+            blocks = [boundaries[boundary].get(group, 0) for group in self._groups.states]
+            if all(blocks) and self._admits(tracked, boundary):
+                self._pin_offer(tracked, boundary, blocks, table)
+
+    def _admits(self, tracked: Tracked, boundary: int) -> bool:
+        """Whether a state is worth its bytes: the last of the prompt, a junction, or far enough
+        from the one before.
+        """
+        request = tracked.request
+        if boundary % self.unit or boundary <= 0:
+            return False
+        if boundary > request.num_prompt_tokens and not self._config.save_decode:
+            return False
+        if boundary >= self._last_boundary(request) or self._is_junction(request, boundary):
+            return True
+        apart = self._config.checkpoint_tokens
+        return apart is not None and boundary - tracked.kept >= apart
+
+    def _is_junction(self, request: Request, boundary: int) -> bool:
+        """Whether vLLM saw another prompt part from this one here, or within the next block."""
+        return boundary in {
+            request.shared_prefix_boundary,
+            request.shared_prefix_boundary // self.block * self.block,
+        }
+
+    def _pin_offer(
+        self,
+        tracked: Tracked,
+        boundary: int,
+        blocks: list[int],
+        table: Sequence[Sequence[int]],
+    ) -> None:
+        keys, full = self._keys(tracked), boundary // self.block
+        key = self._state_key(tracked, boundary)
+        if not key or tracked.space is None or key in self._state_jobs.values():
+            return
+        if any(offer.key == key for offer in self._offers):
+            return
+        kind, ids = KIND_STATE, blocks
+        if boundary % self.block:
+            kind = KIND_TAIL
+            ids = blocks + [next(iter(table[group][full:]), 0) for group in self._groups.attention]
+        junction = self._is_junction(tracked.request, boundary)
+        if junction:
+            self._note_reused(key)
+        tracked.kept = max(tracked.kept, boundary)
+        if self._cache.lookup(key)[0]:
+            # It was just loaded, or computed again.
+            return
+        limit = max(self._kv_cache_config.num_blocks // PINNED_SHARE, len(ids))
+        if not all(ids) or self._pinned_blocks + len(ids) > limit:
+            self.counts["states_dropped"] += 1
+            return
+        self._offers.append(
+            Offer(
+                tracked, boundary, kind, key,
+                keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
+                tracked.space.number, array("i", ids).tobytes(), self._pin(ids),
+            )
+        )  # fmt: skip
+
+    def _store_state(self, plan: StepPlan, offer: Offer) -> bool:
+        """Begin to store a state, or give it up; whether it waits for the next step instead."""
+        need = offer.boundary // self.block
+        slot = None
+        if offer.tracked.next_save >= need:
+            slot = self._cache.reserve(
+                offer.space, offer.key, offer.kind, offer.parent,
+                0, offer.boundary - 1,
+                self.ranks, self._bytes(offer.kind),
+            )  # fmt: skip
+        if slot is not None:
+            job = self._start_store(plan, offer.kind, slot, offer.ids, offer.blocks)
+            self._state_jobs[job] = offer.key
+            self.counts["states"] += 1
+            return False
+        there = self._cache.lookup(offer.key)[0]
+        # Without its chunks, of which no more come once the request has ended, it has no use.
+        lost = offer.tracked.next_save < need and not self._still_saves(offer.tracked)
+        if not there and not lost and offer.attempts + 1 < STORE_ATTEMPTS:
+            return True
+        self.counts["states_dropped"] += not there
+        self._unpin(offer.blocks)
+        return False
+
+    def _still_saves(self, tracked: Tracked) -> bool:
+        return tracked.request.request_id in self._saving
+
+    def _stored(self, job: int, good: int, bad: int) -> None:
+        super()._stored(job, good, bad)
+        if job not in self._stores:
+            self._state_jobs.pop(job, None)
+
+    # The rest
+
+    def pending_stores(self) -> bool:
+        """See `SchedulerHalf.pending_stores`."""
+        return super().pending_stores() or bool(self._offers)
+
+    def reset(self) -> bool:
+        """See `SchedulerHalf.reset`."""
+        for offer in self._offers:
+            self._unpin(offer.blocks)
+        self._offers.clear()
+        self._reused.clear()
+        return super().reset()
