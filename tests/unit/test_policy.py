@@ -273,6 +273,7 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
         pytest.importorskip("vllm")
         from fakes import core, scheduler
+        from lakecache._support import KIND_CHUNK
 
         core.pools.clear()
         self.bench = scheduler.Bench(monkeypatch, tmp_path)
@@ -282,7 +283,7 @@ class Half:
         self.half = self.bench.half
         self.half.policy = self.engine.policy
         # As large as those of the model that was simulated, for chunks of 64 tokens.
-        self.half.part_bytes = 64 * TOKEN_BYTES
+        self.half.part_bytes = {KIND_CHUNK: 64 * TOKEN_BYTES}
         self.bench.store(1024)
         self.half.stats()
 

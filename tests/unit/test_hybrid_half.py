@@ -1,0 +1,438 @@
+"""The scheduler half for hybrid models against a stand-in cache: checkpoints, offers, admission."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from fakes import core as fake
+
+pytest.importorskip("vllm")
+
+from fakes import scheduler
+from lakecache import _scheduler
+from lakecache._hybrid import HybridSchedulerHalf
+from lakecache._metadata import WorkerReport
+from lakecache._pages import Groups
+from lakecache._scheduler import KEY_BYTES
+from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+
+BLOCK, UNIT = 32, 16
+ATTENTION, STATES = 1, (0, 2)
+# Block tables: those of attention, and one block per column for each group of state.
+TABLES = ([*range(101, 120)], [*range(1, 20)], [*range(201, 220)])
+
+
+class Request(scheduler.Request):
+    def __init__(self, tokens: int, *, seed: int = 0, **more: Any) -> None:
+        hashes = [bytes([seed, i]) * 16 for i in range(tokens // UNIT)]
+        super().__init__(tokens, **{"block_hashes": hashes, "shared_prefix_boundary": 0, **more})
+
+
+class Bench(scheduler.Bench):
+    half: HybridSchedulerHalf
+    half_type = HybridSchedulerHalf
+    groups = Groups((ATTENTION,), STATES)
+    geometry = Geometry(BLOCK, BLOCK, UNIT)
+    part_bytes: ClassVar[dict[int, int]] = {KIND_CHUNK: 64, KIND_STATE: 128, KIND_TAIL: 192}
+
+    def step(
+        self, request: Any = None, tokens: int = 0, offers: tuple[int, ...] = (), **more: Any
+    ) -> Any:
+        """One step that computes `tokens` and hands the states at `offers` over."""
+        scheduled = {} if request is None else {request.request_id: tokens}
+        offered = {} if request is None or not offers else {request.request_id: entries(*offers)}
+        state = SimpleNamespace(
+            get_block_ids=lambda _: more.get("tables", TABLES), boundary_state_offloads=offered
+        )
+        plan = self.half.plan_step(
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
+        )
+        if request is not None:
+            request.num_computed_tokens += tokens
+        return plan
+
+    def allocate(self, request: Any, external: int) -> None:
+        blocks = SimpleNamespace(get_block_ids=lambda: TABLES)
+        self.half.allocated(request, blocks, external)  # type: ignore[arg-type]
+
+    def begin(self, tokens: int, **more: Any) -> Request:
+        request = Request(tokens, **more)
+        hit = self.half.matched(request, 0)[0]
+        self.allocate(request, hit or 0)
+        return request
+
+    def finish(self, request: Request) -> None:
+        self.half.finished(request.request_id)
+
+    def store(self, tokens: int, *offers: int, **more: Any) -> list[int]:
+        """Compute a prompt in one step; gives the kinds of what was stored."""
+        request = self.begin(tokens, **more)
+        plan = self.step(request, tokens, offers)
+        self.acknowledge(plan)
+        self.half.report(None, [request.request_id], ())
+        self.finish(request)
+        return sorted(kind for _, kind, *_ in plan.stores)
+
+    def hit(self, tokens: int, local: int = 0) -> int:
+        request = Request(tokens)
+        answer = self.half.matched(request, local)
+        self.finish(request)
+        assert answer[1] == bool(answer[0])
+        return answer[0] or 0
+
+    def leaks(self) -> list[str]:
+        return super().leaks() + (["offers"] if self.half._offers else [])
+
+    def key(self, kind: int, tokens: int) -> bytes:
+        space = self.half.spaces.of(None)
+        assert space is not None
+        return fake.derive_keys(space.digest, kind, [Request(tokens).block_hashes[-1]])
+
+    def drop(self, kind: int, tokens: int) -> None:
+        pool, key = self.cache.pool, self.key(kind, tokens)
+        pool.drop(pool.by_key[key])
+        file = pool.file(key)
+        assert file is not None
+        file.unlink()
+
+    def touched(self) -> set[tuple[int, int]]:
+        names = {
+            self.key(kind, tokens): (kind, tokens)
+            for kind in (KIND_CHUNK, KIND_STATE, KIND_TAIL)
+            for tokens in range(UNIT, 257, UNIT)
+        }
+        found = {names[key] for key in self.cache.pool.touched}
+        self.cache.pool.touched.clear()
+        return found
+
+
+def entries(*boundaries: int) -> list[tuple[int, int, int]]:
+    return [
+        (group, TABLES[group][(boundary - 1) // BLOCK], boundary)
+        for boundary in boundaries
+        for group in STATES
+    ]
+
+
+def ids(blob: bytes) -> list[int]:
+    return list(array("i", blob))
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Bench]:
+    def build(**extra: Any) -> Bench:
+        fake.pools.clear()
+        return Bench(monkeypatch, tmp_path, load_policy="always", **extra)
+
+    return build
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    return make()
+
+
+def test_chunks_and_the_state_inside_of_a_block(bench: Bench) -> None:
+    assert bench.store(90, 80) == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
+    request = Request(90)
+    assert bench.half.matched(request, 0) == (80, True)
+    assert bench.half.matched(request, 0) == (80, True)
+    bench.allocate(request, 80)
+    plan = bench.step()
+    assert [(count, name) for _, name, count in plan.loads] == [(3, request.request_id)]
+    assert [(kind, ids(blob)) for _, _, kind, _, _, blob in plan.chunks] == [
+        (KIND_CHUNK, [1]), (KIND_CHUNK, [2]), (KIND_TAIL, [103, 203, 3]),
+    ]  # fmt: skip
+    copied = {(plan.loads[0][0], index): 1 for index in range(3)}
+    bench.half.report(WorkerReport({}, copied), [request.request_id], ())
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_a_state_at_the_end_of_a_block_brings_no_pages(bench: Bench) -> None:
+    assert bench.store(70, 64) == [KIND_CHUNK, KIND_CHUNK, KIND_STATE]
+    request = Request(70)
+    assert bench.half.matched(request, 0) == (64, True)
+    bench.allocate(request, 64)
+    plan = bench.step()
+    assert [(kind, ids(blob)) for _, _, kind, _, _, blob in plan.chunks] == [
+        (KIND_CHUNK, [1]), (KIND_CHUNK, [2]), (KIND_STATE, [102, 202]),
+    ]  # fmt: skip
+
+
+def test_what_the_gpu_holds_is_not_loaded(bench: Bench) -> None:
+    bench.store(90, 80)
+    request = Request(90)
+    assert bench.half.matched(request, 32) == (48, True)
+    bench.allocate(request, 48)
+    plan = bench.step()
+    assert [(kind, ids(blob)) for _, _, kind, _, _, blob in plan.chunks] == [
+        (KIND_CHUNK, [2]), (KIND_TAIL, [103, 203, 3]),
+    ]  # fmt: skip
+    assert bench.hit(90, 64) == 16
+    assert bench.hit(90, 96) == 0
+
+
+def test_a_state_serves_only_longer_prompts(bench: Bench) -> None:
+    bench.store(90, 80)
+    bench.store(50, 48)
+    # The state of exactly these tokens has consumed the last one already.
+    assert bench.hit(80) == 48
+    assert bench.hit(81) == 80
+    assert bench.hit(48) == 0
+
+
+def test_no_state_without_its_chunks(bench: Bench) -> None:
+    bench.store(90, 80)
+    bench.store(50, 48)
+    bench.drop(KIND_CHUNK, 64)
+    assert bench.hit(90) == 48
+    bench.drop(KIND_CHUNK, 32)
+    assert bench.hit(90) == 0
+    bench.store(90, 80)
+    assert bench.hit(90) == 80
+
+
+def test_a_prompt_within_the_first_block_needs_no_chunk(bench: Bench) -> None:
+    assert bench.store(30, 16) == [KIND_TAIL]
+    assert bench.hit(30) == 16
+
+
+def test_only_the_last_boundary_is_kept(bench: Bench) -> None:
+    assert bench.store(90, 32, 64, 80).count(KIND_STATE) == 0
+    assert bench.hit(70) == 0
+    assert bench.hit(81) == 80
+
+
+def test_junctions_are_kept(bench: Bench) -> None:
+    # vLLM saw that another prompt parts from this one at 40, and stops at the block before.
+    kinds = bench.store(90, 32, 64, 80, shared_prefix_boundary=40)
+    assert kinds == [KIND_CHUNK, KIND_CHUNK, KIND_STATE, KIND_TAIL]
+    assert bench.hit(40) == 32
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(32, [32, 64, 80]), (33, [64, 80]), (200, [80])])
+def test_further_ones_lie_apart(make: Callable[..., Bench], apart: int, kept: list[int]) -> None:
+    bench = make(checkpoint_tokens=apart)
+    bench.store(90, 32, 64, 80)
+    assert [end for end in (32, 64, 80) if bench.hit(end + 1) == end] == kept
+
+
+def test_states_of_answers_are_not_kept(make: Callable[..., Bench]) -> None:
+    bench = make()
+    assert bench.store(40, 64, num_prompt_tokens=30) == []
+    assert bench.half.pending_stores() is False
+    bench = make(save_decode=True)
+    assert KIND_STATE in bench.store(70, 64, num_prompt_tokens=30)
+
+
+def test_with_a_drafter_the_last_boundary_is_a_unit_earlier(bench: Bench) -> None:
+    bench.half._drops_block = True
+    assert bench.store(90, 64) == [KIND_CHUNK, KIND_CHUNK, KIND_STATE]
+    assert bench.hit(90) == 64
+
+
+def test_blocks_are_pinned_until_all_have_copied(bench: Bench) -> None:
+    request = bench.begin(90)
+    plan = bench.step(request, 90, (80,))
+    pinned = {block.block_id for block in bench.pool.blocks if block.ref_cnt}
+    assert pinned == {1, 2, 3, 103, 203}
+    bench.finish(request)
+    assert bench.half.pending_stores()
+    bench.acknowledge(plan)
+    assert not bench.half.pending_stores()
+    assert bench.leaks() == []
+
+
+def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
+    bench.store(90, 80)
+    # vLLM offers again what was just loaded.
+    assert bench.store(90, 80) == []
+    one, other = bench.begin(120, seed=1), bench.begin(120, seed=1)
+    first = bench.step(one, 120, (112,))
+    second = bench.step(other, 120, (112,))
+    assert [kind for _, kind, *_ in first.stores].count(KIND_TAIL) == 1
+    assert [kind for _, kind, *_ in second.stores].count(KIND_TAIL) == 0
+    bench.acknowledge(first)
+    for request in (one, other):
+        bench.finish(request)
+    bench.step()
+    assert bench.leaks() == []
+
+
+def test_half_an_offer_is_refused(bench: Bench) -> None:
+    request = bench.begin(90)
+    table = (TABLES[0], TABLES[1][:2], TABLES[2])
+    # The page that the state needs is not in the table any more.
+    plan = bench.step(request, 90, (80,), tables=table)
+    assert KIND_TAIL not in [kind for _, kind, *_ in plan.stores]
+    assert bench.half.total("states_dropped") == 1
+
+
+def test_a_state_waits_for_room_and_is_then_given_up(bench: Bench) -> None:
+    request = bench.begin(90)
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 90, (80,))
+    assert bench.half.pending_stores()
+    bench.cache.pool.refuse_reserve = False
+    plan = bench.step(request, 1)
+    assert sorted(kind for _, kind, *_ in plan.stores) == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
+    bench.acknowledge(plan)
+    bench.finish(request)
+    # Now for ever: the request ends without its chunks, and the state would have no use.
+    request = bench.begin(90, seed=2)
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 90, (80,))
+    bench.finish(request)
+    bench.step()
+    assert bench.half.total("states_dropped") == 1
+    assert bench.leaks() == []
+
+
+def test_no_chunks_are_stored_that_no_state_needs(bench: Bench) -> None:
+    # 64 tokens are two blocks, but the last state of such a prompt is at 48.
+    assert bench.store(64, 48) == [KIND_CHUNK, KIND_TAIL]
+
+
+def test_the_state_of_a_request_that_ends(bench: Bench) -> None:
+    request = bench.begin(90)
+    bench.acknowledge(bench.step(request, 80))
+    bench.half.finished_tail(request, TABLES, entries(80))
+    bench.finish(request)
+    assert bench.half.pending_stores()
+    plan = bench.step()
+    assert [kind for _, kind, *_ in plan.stores] == [KIND_TAIL]
+    bench.acknowledge(plan)
+    assert bench.hit(90) == 80
+    assert bench.leaks() == []
+
+
+def test_a_failed_load_is_computed_in_the_end(bench: Bench) -> None:
+    bench.store(90, 80)
+    request = Request(90)
+    for _ in range(_scheduler.LOAD_ATTEMPTS):
+        assert bench.half.matched(request, 0) == (80, True)
+        bench.allocate(request, 80)
+        bench.step()
+        bench.half.report(None, [request.request_id], [request.request_id])
+    assert bench.half.matched(request, 0) == (0, False)
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_another_number_than_promised_fails_the_load(bench: Bench) -> None:
+    bench.store(90, 80)
+    request = Request(90)
+    assert bench.half.matched(request, 0) == (80, True)
+    bench.allocate(request, 64)
+    plan = bench.step()
+    assert plan.failed == [plan.loads[0][0]]
+    bench.half.report(None, [request.request_id], [request.request_id])
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_an_incomplete_lease_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.store(90, 80)
+    bench.cache.clear_memory()
+    bench.cache.pool.polls_pending = 1 << 30
+    monkeypatch.setattr(_scheduler, "OPEN_SECONDS", 0.0)
+    assert bench.hit(90) == 0
+    assert bench.leaks() == []
+
+
+def test_waits_while_files_are_opened(bench: Bench) -> None:
+    bench.store(90, 80)
+    bench.cache.clear_memory()
+    bench.cache.pool.polls_pending = 1
+    request = Request(90)
+    assert bench.half.matched(request, 0) == (None, False)
+    assert bench.half.matched(request, 0) == (80, True)
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_a_state_that_is_continued_ages(bench: Bench) -> None:
+    """In a chat each turn continues the last one's state, which nobody reads again."""
+    bench.store(90, 80)
+    bench.touched()
+
+    def turn(tokens: int) -> set[tuple[int, int]]:
+        request = bench.begin(tokens)
+        found = bench.touched()
+        bench.half.report(None, [request.request_id], ())
+        bench.finish(request)
+        return found
+
+    chunks = {(KIND_CHUNK, 32), (KIND_CHUNK, 64)}
+    assert turn(200) == chunks
+    # A second hit shows that more than one prompt continues it.
+    assert turn(220) == chunks | {(KIND_TAIL, 80)}
+    assert turn(90) == chunks | {(KIND_TAIL, 80)}
+
+
+def test_the_same_prompt_again_refreshes_its_state(bench: Bench) -> None:
+    bench.store(90, 80)
+    bench.touched()
+    bench.begin(90)
+    assert (KIND_TAIL, 80) in bench.touched()
+
+
+def test_reset_lets_go_of_offers(bench: Bench) -> None:
+    request = bench.begin(90)
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 90, (80,))
+    assert bench.half.reset()
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_the_faster_checkpoint_is_taken(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.store(90, 32, 80, shared_prefix_boundary=32)
+    asked: list[Any] = []
+
+    def decide(hit: Any) -> int:
+        asked.append(hit)
+        return answers.pop(0)
+
+    bench.half.policy = SimpleNamespace(  # type: ignore[assignment]
+        decide=decide, clock=SimpleNamespace(planned=lambda _: None),
+        load_started=lambda *_, **__: None, load_ended=lambda *_, **__: None,
+    )  # fmt: skip
+    answers = [2, 1, 0]
+    assert [bench.hit(90) for _ in range(3)] == [80, 32, 0]
+    hit = asked[0]
+    assert (hit.tokens, hit.local, list(hit.ends)) == (90, 0, [32, 80])
+    assert list(hit.memory) == [64 + 128, 2 * 64 + 192]
+    assert list(hit.disk) == [0, 0]
+    bench.cache.clear_memory()
+    answers = [2]
+    request = Request(90)
+    assert bench.half.matched(request, 0)[0] == 80
+    # Asked again, it has its answer.
+    assert bench.half.matched(request, 0)[0] == 80
+    assert list(asked[-1].disk) == [64 + 128, 2 * 64 + 192]
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
+def test_keys_of_states_are_made_once_and_extended(bench: Bench) -> None:
+    request = Request(150)
+    tracked = bench.half._track(request)  # type: ignore[arg-type]
+    request.block_hashes, rest = request.block_hashes[:4], request.block_hashes[4:]
+    bench.half._keys(tracked)
+    some = bench.half._state_keys(tracked)
+    request.block_hashes = request.block_hashes + rest
+    every = bench.half._state_keys(tracked)
+    assert every[: len(some)] == some
+    for index in range(len(every) // KEY_BYTES):
+        tokens = (index + 1) * UNIT
+        kind = KIND_TAIL if tokens % BLOCK else KIND_STATE
+        assert every[index * KEY_BYTES : (index + 1) * KEY_BYTES] == bench.key(kind, tokens)
