@@ -7,7 +7,6 @@ refused, which would surface in the engine. Calls go through ctypes, which relea
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import functools
 import logging
@@ -21,6 +20,9 @@ log = logging.getLogger("vllm.lakecache")
 
 REGISTER_PORTABLE = 1
 MADV_POPULATE_WRITE = 23
+# Registered at a time: the driver holds up all other calls meanwhile (measured on an H200 host).
+SLICE_BYTES = 32 << 20
+PAUSE_SECONDS = 0.002
 # Until the reserver of the pool has made further pieces.
 LOOK_AGAIN_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = 1.0
@@ -70,7 +72,7 @@ def copy_async(target: int, source: int, size: int, stream: int) -> None:
 
 
 class HostRegistration:
-    """Registers the pool's memory with CUDA in the background, piece by piece as it is reserved.
+    """Registers the pool's memory with CUDA in the background, slice by slice as it is reserved.
 
     At the first refusal it stops: that memory then works too, only slower.
     """
@@ -80,7 +82,10 @@ class HostRegistration:
         self._cache = cache
         self._context = ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(self._context))
-        self._starts: list[int] = [address for address, _, _ in cache.pieces()]
+        pieces = cache.pieces()
+        self._start = min(address for address, _, _ in pieces)
+        self._total = sum(size for _, size, _ in pieces)
+        # By number of slice, from the first piece on; pieces lie one after the other.
         self._registered: set[int] = set()
         self._refused = False
         self._stop = threading.Event()
@@ -90,24 +95,38 @@ class HostRegistration:
     def covers(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether copies to and from these (address, bytes) may begin.
 
-        Each span lies in one piece. True for all of them once CUDA refused a piece.
+        True for all of them once CUDA refused a slice.
         """
-        if self._refused:
-            return True
-        starts, registered = self._starts, self._registered
-        return all(bisect.bisect_right(starts, address) - 1 in registered for address, _ in spans)
+        return self._refused or all(
+            number in self._registered
+            for address, size in spans
+            for number in range(self._slice(address), self._slice(address + size - 1) + 1)
+        )
+
+    def cut(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Cut (address, bytes) where slices meet: one copy must not cross two registrations."""
+        found = []
+        for start, size in spans:
+            address, end = start, start + size
+            while address < end:
+                border = self._start + (self._slice(address) + 1) * SLICE_BYTES
+                found.append((address, min(border, end) - address))
+                address = border
+        return found
+
+    def _slice(self, address: int) -> int:
+        return (address - self._start) // SLICE_BYTES
 
     @property
     def registered_bytes(self) -> int:
         """Bytes of the pool that the GPU can access directly."""
-        pieces = self._cache.pieces()
-        return sum(pieces[index][1] for index in tuple(self._registered))
+        return min(len(self._registered) * SLICE_BYTES, self._total)
 
     def _run(self) -> None:
         try:
             _call("cuCtxSetCurrent", self._context)
             pause = LOOK_AGAIN_SECONDS
-            while len(self._registered) < len(self._starts) and not self._stop.is_set():
+            while self.registered_bytes < self._total and not self._stop.is_set():
                 pause = LOOK_AGAIN_SECONDS if self._step() else min(2 * pause, LONGEST_WAIT_SECONDS)
                 self._stop.wait(pause)
         except Exception as error:
@@ -119,25 +138,39 @@ class HostRegistration:
             )  # fmt: skip
 
     def _step(self) -> bool:
-        """Register what has been reserved; whether there was anything."""
+        """Register the slices that are reserved as a whole; whether there was one."""
         found = False
-        for index, (address, size, reserved) in enumerate(self._cache.pieces()):
-            if reserved and index not in self._registered and not self._stop.is_set():
-                # Otherwise the driver takes a fault for each page, and holds up all other calls.
-                # A kernel that does not know the advice loses only that.
-                _libc().madvise(address, size, MADV_POPULATE_WRITE)
-                _call("cuMemHostRegister_v2", address, size, REGISTER_PORTABLE)
-                self._registered.add(index)
+        end = self._start
+        for _, size, reserved in self._cache.pieces():
+            end += size
+            if not reserved:
+                break
+            last = end == self._start + self._total
+            while not self._stop.is_set():
+                number = len(self._registered)
+                address = self._start + number * SLICE_BYTES
+                size = min(SLICE_BYTES, self._start + self._total - address)
+                if size <= 0 or (address + size > end and not last):
+                    break
+                self._register(number, address, size)
                 found = True
         return found
+
+    def _register(self, number: int, address: int, size: int) -> None:
+        # Otherwise the driver takes a fault for each page under its lock. A kernel that does not
+        # know the advice loses only that.
+        _libc().madvise(address, size, MADV_POPULATE_WRITE)
+        _call("cuMemHostRegister_v2", address, size, REGISTER_PORTABLE)
+        self._registered.add(number)
+        self._stop.wait(PAUSE_SECONDS)
 
     def close(self) -> None:
         """Stop, and give the memory back before it is unmapped."""
         self._stop.set()
         self._thread.join()
-        for index in self._registered:
+        for number in self._registered:
             try:
-                _call("cuMemHostUnregister", self._starts[index])
+                _call("cuMemHostUnregister", self._start + number * SLICE_BYTES)
             except CudaError as error:
                 log.debug("LakeCache: %s", error)
         self._registered.clear()

@@ -245,7 +245,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             try:
                 waits = self._store_state(plan, offer)
             except Exception:
-                self._unpin(offer.blocks)
+                self.saves.unpin(offer.blocks)
                 raise
             if waits:
                 self._offers.append(offer._replace(attempts=offer.attempts + 1))
@@ -306,7 +306,9 @@ class HybridSchedulerHalf(SchedulerHalf):
     ) -> None:
         keys, full = self._keys(tracked), boundary // self.block
         key = self._state_key(tracked, boundary)
-        if not key or tracked.space is None or key in self._state_jobs.values():
+        saving = {job: key for job, key in self._state_jobs.items() if job in self.saves}
+        self._state_jobs = saving
+        if not key or tracked.space is None or key in saving.values():
             return
         if any(offer.key == key for offer in self._offers):
             return
@@ -321,15 +323,14 @@ class HybridSchedulerHalf(SchedulerHalf):
         if self._cache.lookup(key)[0]:
             # It was just loaded, or computed again.
             return
-        limit = max(self._kv_cache_config.num_blocks // PINNED_SHARE, len(ids))
-        if not all(ids) or self._pinned_blocks + len(ids) > limit:
+        if not all(ids) or not self.saves.room(len(ids), PINNED_SHARE):
             self.counts["states_dropped"] += 1
             return
         self._offers.append(
             Offer(
                 tracked, boundary, kind, key,
                 keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
-                tracked.space.number, array("i", ids).tobytes(), self._pin(ids),
+                tracked.space.number, array("i", ids).tobytes(), self.saves.pin(ids),
             )
         )  # fmt: skip
 
@@ -344,7 +345,7 @@ class HybridSchedulerHalf(SchedulerHalf):
                 self.ranks, self._bytes(offer.kind),
             )  # fmt: skip
         if slot is not None:
-            job = self._start_store(plan, offer.kind, slot, offer.ids, offer.blocks)
+            job = self.saves.start(plan, offer.kind, slot, offer.ids, offer.blocks)
             self._state_jobs[job] = offer.key
             self.counts["states"] += 1
             return False
@@ -354,16 +355,11 @@ class HybridSchedulerHalf(SchedulerHalf):
         if not there and not lost and offer.attempts + 1 < STORE_ATTEMPTS:
             return True
         self.counts["states_dropped"] += not there
-        self._unpin(offer.blocks)
+        self.saves.unpin(offer.blocks)
         return False
 
     def _still_saves(self, tracked: Tracked) -> bool:
         return tracked.request.request_id in self._saving
-
-    def _stored(self, job: int, good: int, bad: int) -> None:
-        super()._stored(job, good, bad)
-        if job not in self._stores:
-            self._state_jobs.pop(job, None)
 
     # The rest
 
@@ -374,7 +370,7 @@ class HybridSchedulerHalf(SchedulerHalf):
     def reset(self) -> bool:
         """See `SchedulerHalf.reset`."""
         for offer in self._offers:
-            self._unpin(offer.blocks)
+            self.saves.unpin(offer.blocks)
         self._offers.clear()
         self._reused.clear()
         return super().reset()

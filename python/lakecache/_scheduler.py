@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
-from lakecache._records import Load, Store, Tracked
+from lakecache._records import Load, Tracked
+from lakecache._saves import Saves
 from lakecache._spaces import Namespaces
 from lakecache._support import KIND_CHUNK, Geometry
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -51,11 +51,7 @@ STALL_SECONDS = 20.0
 LOAD_ATTEMPTS = 2
 # A chunk that finds no room this often is not stored.
 STORE_ATTEMPTS = 8
-# Stores under way may pin at most this share of the GPU's blocks, and this many chunks.
-PINNED_SHARE = 4
-STORES_IN_FLIGHT = 1024
 DRAIN_SECONDS = 5.0
-SYNC_WRITE_SECONDS = 10.0
 
 
 class SchedulerHalf:
@@ -76,7 +72,6 @@ class SchedulerHalf:
         from lakecache import _core  # type: ignore[attr-defined]
 
         self._core = _core
-        self._kv_cache_config = kv_cache_config
         self._config = config
         self._cache = cache
         self._groups = groups
@@ -91,7 +86,6 @@ class SchedulerHalf:
         # Bytes of one rank's part of an object, by kind.
         self.part_bytes: dict[int, int] = {}
         self.declined: str | None = None
-        self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._saving: dict[str, Tracked] = {}
         self._loads: dict[str, Load] = {}
@@ -102,12 +96,13 @@ class SchedulerHalf:
         self._new_loads: list[tuple[int, str | None, int]] = []
         self._plan = StepPlan()
         self._doomed: list[int] = []
-        self._stores: dict[int, Store] = {}
-        self._storing: set[tuple[int, int]] = set()
-        self._pinned_blocks = 0
         self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
+        self.saves = Saves(
+            cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
+            idents=self._idents.__next__, write_first=config.transfer == "sync",
+        )  # fmt: skip
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
             unstable=unstable,
@@ -119,10 +114,6 @@ class SchedulerHalf:
                 self.spaces.when_known = partial(self.policy.keep_in, Path(config.cache_dir))
 
     # Start-up
-
-    def bind_pool(self, pool: BlockPool) -> None:
-        """Take vLLM's block pool, to pin what is being saved."""
-        self._pool = pool
 
     def handshake(self, workers: dict[tuple[int, int], Handshake]) -> None:
         """Compare the workers' answers; any disagreement declines caching for good."""
@@ -360,8 +351,12 @@ class SchedulerHalf:
             load.failed = True
             self._doomed.append(load.ident)
 
-    def promised_this_step(self, request_id: str) -> bool:
-        """Whether the request's hit was answered as a load within the step."""
+    def owes_this_step(self, request_id: str | None = None) -> bool:
+        """Whether a hit was answered as a load within the step: this request's, or any that the
+        workers have not been told of.
+        """
+        if request_id is None:
+            return any(name is None for _, name, _ in (*self._new_loads, *self._plan.loads))
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.same_step
 
@@ -490,13 +485,13 @@ class SchedulerHalf:
         space = tracked.space
         state = output.kv_connector_block_state
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
-        if not keys or space is None or self._pool is None or table is None:
+        if not keys or space is None or table is None:
             return
         per_chunk = self.chunk // self.block * len(self._groups.attention)
         while tracked.next_save < ready:
             index = tracked.next_save
             ids = array("i", self._chunk_blocks(table, index, 0))
-            if len(ids) != per_chunk or not all(ids) or not self._room(per_chunk):
+            if len(ids) != per_chunk or not all(ids) or not self.saves.room(per_chunk):
                 self.counts["stores_put_off"] += 1
                 tracked.attempts += 1
                 return
@@ -508,7 +503,7 @@ class SchedulerHalf:
                 self.ranks, self._bytes(KIND_CHUNK),
             )  # fmt: skip
             if slot is not None:
-                self._start_store(plan, KIND_CHUNK, slot, ids.tobytes(), self._pin(ids))
+                self.saves.start(plan, KIND_CHUNK, slot, ids.tobytes(), self.saves.pin(ids))
             elif not self._cache.lookup(key)[0]:
                 # No room, a busy lock, or somebody is writing it: perhaps in the next step.
                 tracked.attempts += 1
@@ -518,33 +513,6 @@ class SchedulerHalf:
                 self.counts["stores_dropped"] += 1
                 return
             tracked.next_save = index + 1
-
-    def _room(self, blocks: int) -> bool:
-        most = max(self._kv_cache_config.num_blocks // PINNED_SHARE, blocks)
-        return len(self._stores) < STORES_IN_FLIGHT and self._pinned_blocks + blocks <= most
-
-    def _pin(self, ids: Sequence[int]) -> list[Any]:
-        """Keep blocks from being given to others until `_unpin`."""
-        if self._pool is None:
-            raise RuntimeError("vLLM has not bound its block pool")
-        blocks = [self._pool.blocks[block] for block in ids]
-        self._pool.touch(blocks)
-        self._pinned_blocks += len(blocks)
-        return blocks
-
-    def _unpin(self, blocks: list[Any]) -> None:
-        self._pinned_blocks -= len(blocks)
-        if self._pool is not None:
-            self._pool.free_blocks(reversed(blocks))
-
-    def _start_store(
-        self, plan: StepPlan, kind: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
-    ) -> int:
-        job = next(self._idents)
-        self._stores[job] = Store(*slot, blocks)
-        plan.stores.append((job, kind, *slot, ids))
-        self.counts["stores"] += 1
-        return job
 
     # What came back
 
@@ -557,7 +525,7 @@ class SchedulerHalf:
         told: list[Callable[[], None]] = []
         if report is not None:
             for job, (good, bad) in report.stores.items():
-                told.append(partial(self._stored, job, good, bad))
+                told.append(partial(self.saves.copied, job, good, bad))
             for (ident, index), ranks in report.copied.items():
                 told.append(partial(self._copied, ident, index, ranks))
         for request_id in received:
@@ -587,28 +555,6 @@ class SchedulerHalf:
         del self._loads_by_ident[load.ident]
         self._same_step_loads.pop(load.ident).load = None
         load.lease.close()
-
-    def _stored(self, job: int, good: int, bad: int) -> None:
-        store = self._stores.get(job)
-        if store is None:
-            return
-        store.ranks_good += good
-        store.ranks_bad += bad
-        if store.ranks_good + store.ranks_bad < self.ranks:
-            return
-        del self._stores[job]
-        try:
-            if store.ranks_bad:
-                self.counts["stores_failed"] += 1
-                self._cache.abandon(store.entry, store.generation)
-            else:
-                self._cache.commit(store.entry, store.generation)
-                if self._config.transfer == "sync":
-                    # The reference path: what is acknowledged is on disk.
-                    self._cache.flush(SYNC_WRITE_SECONDS)
-        finally:
-            # Whatever the store says, the engine gets its blocks back.
-            self._unpin(store.blocks)
 
     def _received(self, request_id: str, *, good: bool) -> None:
         load = self._loads.pop(request_id, None)
@@ -648,11 +594,11 @@ class SchedulerHalf:
 
     def pending_stores(self) -> bool:
         """Whether blocks are pinned for copies that the workers have not acknowledged."""
-        return bool(self._stores)
+        return bool(self.saves)
 
     def pending(self) -> bool:
         """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
-        return bool(self._stores or self._same_step_loads)
+        return bool(self.pending_stores() or self._same_step_loads)
 
     def reset(self) -> bool:
         """Begin an epoch that shares nothing with what is stored: the weights may have changed."""
@@ -684,9 +630,7 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""
-        for store in self._stores.values():
-            self._cache.abandon(store.entry, store.generation)
-        self._stores.clear()
+        self.saves.abandon()
         for load in (*self._loads.values(), *self._loads_by_ident.values()):
             if load.lease is not None:
                 load.lease.close()

@@ -229,7 +229,7 @@ class Lane:
                 found.append((address + skip, taken))
                 left -= taken
             skip = max(0, skip - length)
-        return found if left == 0 else []
+        return self._registration.cut(found) if left == 0 else []
 
     def _batched(self, jobs: list[LaneJob]) -> Iterator[list[LaneJob]]:
         """Cut the jobs into runs of one kind that fit a buffer."""

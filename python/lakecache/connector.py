@@ -230,7 +230,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool whose blocks are pinned while they are saved."""
         if self.scheduler is not None:
-            self.scheduler.bind_pool(gpu_block_pool)
+            self.scheduler.saves.bind(gpu_block_pool)
 
     @_guarded(lambda: None)
     def set_xfer_handshake_metadata_pp_aware(
@@ -272,9 +272,9 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.allocated(request, blocks, num_external_tokens)
         except Exception:
             self._failed("update_state_after_alloc")
-            if num_external_tokens > 0 and self.scheduler.promised_this_step(request.request_id):
-                raise
             if num_external_tokens > 0:
+                if self.scheduler.owes_this_step(request.request_id):
+                    raise
                 self.scheduler.fail_load(request.request_id)
 
     @_guarded(dict)
@@ -296,7 +296,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             return self.scheduler.plan_step(scheduler_output)
         except Exception:
             self._failed("build_connector_meta")
-            if scheduler_output.has_sync_kv_loads:
+            if self.scheduler.owes_this_step():
                 raise
         try:
             return self.scheduler.abandon_plan()

@@ -96,7 +96,7 @@ class Bench:
         told = Handshake(self.cache.pool_id, self.part_bytes, "{}")
         self.half.handshake({(0, rank): told for rank in range(self.ranks)})
         self.pool = BlockPool()
-        self.half.bind_pool(self.pool)  # type: ignore[arg-type]
+        self.half.saves.bind(self.pool)  # type: ignore[arg-type]
         self.copies = fake.Copier(self.cache.pool)
 
     def step(self, request: Request | None = None, tokens: int = 0) -> Any:
@@ -135,5 +135,5 @@ class Bench:
         return [
             *(["pinned slots"] if any(slot.pins for slot in slots) else []),
             *(["pinned blocks"] if self.pool.pinned() else []),
-            *(["tracked"] if self.half._tracked or self.half._loads or self.half._stores else []),
+            *(["tracked"] if self.half._tracked or self.half._loads or self.half.saves else []),
         ]

@@ -27,9 +27,13 @@ class Broken:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.failed: list[str] = []
+        self.owes = False
 
     def fail_load(self, request_id: str) -> None:
         self.failed.append(request_id)
+
+    def owes_this_step(self, request_id: str | None = None) -> bool:
+        return self.owes
 
     def __getattr__(self, name: str) -> Any:
         def fail(*_: Any, **__: Any) -> Any:
@@ -103,6 +107,24 @@ def test_a_load_that_vllm_waits_for_is_failed(broken: MiniCacheConnector) -> Non
     """vLLM has set the request aside by now: no report, and it would wait for ever."""
     broken.update_state_after_alloc(REQUEST, None, 64)  # type: ignore[arg-type]
     assert broken.scheduler.failed == ["r"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [("update_state_after_alloc", (REQUEST, None, 64)), ("build_connector_meta", (None,))],
+)
+def test_a_load_that_this_step_needs_is_not_left_out_in_silence(
+    broken: MiniCacheConnector, hook: str, arguments: tuple[Any, ...]
+) -> None:
+    """The forward would read pages that nobody has written: a wrong answer."""
+    broken.scheduler.owes = True  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="broken"):
+        getattr(broken, hook)(*arguments)
+    plan = StepPlan()
+    plan.loads.append((1, None, 1))
+    broken._connector_metadata = plan
+    with pytest.raises(RuntimeError, match="broken"):
+        broken.start_load_kv(None)  # type: ignore[arg-type]
 
 
 def test_hooks_without_a_half_answer_as_if_there_were_no_cache(

@@ -1,0 +1,119 @@
+"""Objects on their way from the GPU's blocks into slots, and the blocks that are kept for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lakecache._records import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+    from lakecache._metadata import StepPlan, Tally
+
+__all__ = ["Saves"]
+
+# Saves under way may pin at most this share of the GPU's blocks, and this many objects.
+PINNED_SHARE = 4
+IN_FLIGHT = 1024
+SYNC_WRITE_SECONDS = 10.0
+
+
+class Saves:
+    """A save ends when every rank has copied its part, or failed to: committed, or abandoned."""
+
+    def __init__(
+        self,
+        cache: Any,
+        *,
+        ranks: int,
+        num_blocks: int,
+        counts: Tally,
+        idents: Callable[[], int],
+        write_first: bool,
+    ) -> None:
+        """With `write_first`, a save ends only when the object is on disk (`transfer: sync`)."""
+        self._cache = cache
+        self._ranks = ranks
+        self.num_blocks = num_blocks
+        self._counts = counts
+        self._idents = idents
+        self._write_first = write_first
+        self._jobs: dict[int, Store] = {}
+        self._pool: BlockPool | None = None
+        self.pinned_blocks = 0
+
+    def bind(self, pool: BlockPool) -> None:
+        """Take vLLM's block pool."""
+        self._pool = pool
+
+    def __bool__(self) -> bool:
+        """Whether an acknowledgement is awaited."""
+        return bool(self._jobs)
+
+    def __contains__(self, job: int) -> bool:
+        """Whether this save is under way."""
+        return job in self._jobs
+
+    def room(self, blocks: int, share: int = PINNED_SHARE) -> bool:
+        """Whether so many more blocks may be pinned."""
+        most = max(self.num_blocks // share, blocks)
+        return (
+            self._pool is not None
+            and len(self._jobs) < IN_FLIGHT
+            and self.pinned_blocks + blocks <= most
+        )
+
+    def pin(self, ids: Sequence[int]) -> list[Any]:
+        """Keep blocks from being given to others until `unpin`."""
+        if self._pool is None:
+            raise RuntimeError("vLLM has not bound its block pool")
+        blocks = [self._pool.blocks[block] for block in ids]
+        self._pool.touch(blocks)
+        self.pinned_blocks += len(blocks)
+        return blocks
+
+    def unpin(self, blocks: list[Any]) -> None:
+        """Give blocks back that `pin` gave."""
+        self.pinned_blocks -= len(blocks)
+        if self._pool is not None:
+            self._pool.free_blocks(reversed(blocks))
+
+    def start(
+        self, plan: StepPlan, kind: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
+    ) -> int:
+        """Have the workers copy pinned blocks into a slot; the blocks are ours from here on."""
+        job = self._idents()
+        self._jobs[job] = Store(*slot, blocks)
+        plan.stores.append((job, kind, *slot, ids))
+        self._counts["stores"] += 1
+        return job
+
+    def copied(self, job: int, good: int, bad: int) -> None:
+        """Take how many ranks have copied their part, and how many could not."""
+        store = self._jobs.get(job)
+        if store is None:
+            return
+        store.ranks_good += good
+        store.ranks_bad += bad
+        if store.ranks_good + store.ranks_bad < self._ranks:
+            return
+        del self._jobs[job]
+        try:
+            if store.ranks_bad:
+                self._counts["stores_failed"] += 1
+                self._cache.abandon(store.entry, store.generation)
+            else:
+                self._cache.commit(store.entry, store.generation)
+                if self._write_first:
+                    self._cache.flush(SYNC_WRITE_SECONDS)
+        finally:
+            # Whatever the store says, the engine gets its blocks back.
+            self.unpin(store.blocks)
+
+    def abandon(self) -> None:
+        """Give up all that is under way, at the engine's end."""
+        for store in self._jobs.values():
+            self._cache.abandon(store.entry, store.generation)
+        self._jobs.clear()
