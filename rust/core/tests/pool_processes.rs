@@ -536,7 +536,7 @@ impl Drop for Tmpfs {
 fn a_pool_larger_than_its_tmpfs_is_refused_with_the_remedy() {
     let Some(tmpfs) = Tmpfs::mount(8 * MIB) else { return };
     let error = Pool::open(tmpfs.options(16 * MIB)).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Config);
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
     let text = error.to_string();
     for part in ["cpu_bytes = 16777216", "8388608", "--shm-size"] {
         assert!(text.contains(part), "{text}");

@@ -421,7 +421,7 @@ fn check_fits(geometry: &Geometry, options: &PoolOptions, place: &Place) -> Resu
     let space = sys::limits::fs_space(&place.ram_dir)?.total;
     if space > 0 && bytes > space {
         return Err(Error::new(
-            ErrorKind::Config,
+            ErrorKind::NoSpace,
             format!(
                 "cpu_bytes = {} can never fit: the file system of ram_dir {} has {space} bytes in \
                  all; lower cpu_bytes, enlarge it (mount -o remount,size=..., docker --shm-size), \
@@ -437,7 +437,7 @@ fn check_fits(geometry: &Geometry, options: &PoolOptions, place: &Place) -> Resu
 fn check_cgroup(bytes: u64, options: &PoolOptions) -> Result<()> {
     match sys::limits::cgroup_limit() {
         Some(group) if bytes > group.limit => Err(Error::new(
-            ErrorKind::Config,
+            ErrorKind::NoSpace,
             format!(
                 "cpu_bytes = {} can never fit: this container's memory limit is {} bytes; lower \
                  cpu_bytes or raise the limit",
