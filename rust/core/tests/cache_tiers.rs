@@ -3,192 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::Path;
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+mod common;
 
-use lakecache_core::cache::{Cache, CacheOptions, Lease, Tier, WritePolicy};
+use std::time::Duration;
+
+use common::{
+    LONG, count, gauge, key, keys, meta, object_files, open, options, payload, put, put_as,
+    read_all, settled, wait_gauge, watched,
+};
+use lakecache_core::cache::{Tier, WritePolicy};
 use lakecache_core::io::EngineChoice;
-use lakecache_core::l1::{ObjectMeta, Slot, SlotState};
-use lakecache_core::l2::Durability;
+use lakecache_core::l1::ObjectMeta;
 use lakecache_core::pool::Wait;
 use lakecache_core::{Namespace, ObjectKey};
-
-const NAMESPACE: Namespace = Namespace([9; 32]);
-const LONG: Duration = Duration::from_secs(20);
-
-/// Fails the process when `body` hangs.
-fn watched(body: impl FnOnce() + Send + 'static) {
-    let (done, ended) = mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        body();
-        done.send(()).expect("the watchdog waits");
-    });
-    match ended.recv_timeout(Duration::from_mins(2)) {
-        Err(mpsc::RecvTimeoutError::Timeout) => std::process::abort(),
-        _ => thread.join().expect("the test body"),
-    }
-}
-
-fn options(dir: &Path, cpu_bytes: u64, engine: EngineChoice) -> CacheOptions {
-    CacheOptions {
-        cache_dir: Some(dir.join("cache")),
-        ram_dir: dir.join("ram"),
-        cpu_bytes,
-        disk_capacity_bytes: None,
-        shared: true,
-        io_engine: engine,
-        checksum: true,
-        durability: Durability::None,
-        write_policy: WritePolicy::WriteThrough,
-        worker: false,
-    }
-}
-
-fn open(options: &CacheOptions) -> Cache {
-    let cache = Cache::open(options).expect("the cache opens");
-    assert!(cache.wait_scanned(LONG), "the scan ends");
-    cache
-}
-
-fn key(index: u32) -> ObjectKey {
-    ObjectKey::derive(&NAMESPACE, 0, &index.to_le_bytes())
-}
-
-/// Bytes that tell the object and the position.
-fn payload(index: u32, bytes: usize) -> Vec<u8> {
-    let mut state = u64::from(index) << 32 | 0x9e37_79b9;
-    std::iter::repeat_with(|| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (state >> 56).to_le_bytes()[0]
-    })
-    .take(bytes)
-    .collect()
-}
-
-fn meta(cache: &Cache, index: u32, bytes: usize) -> ObjectMeta {
-    ObjectMeta {
-        key: key(index),
-        namespace: cache.namespace(&NAMESPACE, "{}", true).unwrap().unwrap(),
-        kind: 0,
-        parent: index.checked_sub(1).map(key),
-        first_token: index * 256,
-        last_token: index * 256 + 255,
-        ranks: 1,
-        payload_bytes: bytes as u64,
-    }
-}
-
-fn put(cache: &Cache, index: u32, bytes: usize) -> bool {
-    put_as(cache, &meta(cache, index, bytes), &payload(index, bytes))
-}
-
-fn put_as(cache: &Cache, meta: &ObjectMeta, data: &[u8]) -> bool {
-    let deadline = Instant::now() + LONG;
-    // The first piece of the pool is reserved in the background; dirty objects leave room in time.
-    let slot = loop {
-        match cache.reserve(meta, Wait::Within(Duration::from_millis(100))).unwrap() {
-            Some(slot) => break slot,
-            None if cache.lookup(&[meta.key]).0 == 1 => return false,
-            None if Instant::now() > deadline => panic!("no room for {meta:?}"),
-            None => std::thread::sleep(Duration::from_millis(5)),
-        }
-    };
-    let mut done = 0;
-    for (target, bytes) in cache.arena().spans(slot).unwrap() {
-        let bytes = usize::try_from(bytes).unwrap();
-        // SAFETY: the run is ours to fill until the commit.
-        unsafe { std::ptr::copy_nonoverlapping(data[done..].as_ptr(), target, bytes) };
-        done += bytes;
-    }
-    assert_eq!(done, data.len());
-    cache.commit(slot).unwrap();
-    true
-}
-
-fn bytes_of(cache: &Cache, slot: Slot) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    for (address, count) in cache.arena().spans(slot).unwrap() {
-        let count = usize::try_from(count).unwrap();
-        // SAFETY: the object is readable and leased.
-        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(address, count) });
-    }
-    bytes
-}
-
-fn settled(lease: &Lease) -> usize {
-    let deadline = Instant::now() + LONG;
-    loop {
-        match lease.poll() {
-            Some(held) => return held,
-            None => assert!(Instant::now() < deadline, "the opens end"),
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Reads every leased object as a worker would; the indices whose bytes are right.
-fn read_all(cache: &Cache, lease: &Lease, bytes: usize) -> Vec<usize> {
-    let held = settled(lease);
-    lease.start(0);
-    let deadline = Instant::now() + LONG;
-    let (mut waiting, mut right) = (Vec::new(), Vec::new());
-    while right.len() < lease.failed().unwrap_or(held) {
-        assert!(Instant::now() < deadline, "{} of {held} arrived", right.len());
-        waiting.extend(lease.slots());
-        waiting.retain(|&(index, slot)| match cache.arena().state(slot) {
-            SlotState::Filling => true,
-            SlotState::Gone => false,
-            SlotState::Ready => {
-                let expected = payload(u32::try_from(index).unwrap(), bytes);
-                assert!(bytes_of(cache, slot) == expected, "object {index} has other bytes");
-                lease.release(index);
-                right.push(index);
-                false
-            }
-        });
-        std::thread::sleep(Duration::from_micros(200));
-    }
-    right
-}
-
-fn count(cache: &Cache, name: &str) -> u64 {
-    let counters = cache.stats().counters.snapshot();
-    counters.iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("{name}")).1
-}
-
-fn object_files(dir: &Path) -> Vec<std::path::PathBuf> {
-    let mut found = Vec::new();
-    let mut dirs = vec![dir.to_path_buf()];
-    while let Some(dir) = dirs.pop() {
-        for entry in std::fs::read_dir(dir).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                dirs.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "kv") {
-                found.push(path);
-            }
-        }
-    }
-    found
-}
-
-fn gauge(cache: &Cache, name: &str) -> u64 {
-    cache.gauges().iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("{name}")).1
-}
-
-/// Waits until `name` is `value`.
-fn wait_gauge(cache: &Cache, name: &str, value: u64) {
-    let deadline = Instant::now() + LONG;
-    while gauge(cache, name) != value {
-        assert!(Instant::now() < deadline, "{name} is {}, not {value}", gauge(cache, name));
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn keys(count: u32) -> Vec<ObjectKey> {
-    (0..count).map(key).collect()
-}
 
 fn memory_then_disk_then_restart(engine: EngineChoice) {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -395,4 +222,44 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
             assert!(!disk.path().join("cache").join(passing.hex()).exists());
         }
     });
+}
+
+#[test]
+fn reserved_memory_is_registered_with_the_ring_and_read_into() {
+    watched(|| {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let disk = tempfile::tempdir().unwrap();
+        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
+        options.cache_dir = Some(disk.path().join("cache"));
+        let cache = open(&options);
+        if cache.engine().0 != "io_uring" {
+            return;
+        }
+        put(&cache, 0, 300_000);
+        put(&cache, 1, 300_000);
+        assert!(cache.flush(LONG));
+        // All of it where this process may lock so much memory; else as many pieces as it may.
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+        if limit.is_none_or(|limit| limit > 256 << 20) {
+            wait_gauge(&cache, "memory_bytes_reserved", gauge(&cache, "memory_capacity_bytes"));
+            wait_gauge(&cache, "io_bytes_registered", gauge(&cache, "memory_capacity_bytes"));
+        }
+        cache.clear_memory();
+        let lease = cache.lease(&keys(2)).unwrap();
+        assert_eq!(read_all(&cache, &lease, 300_000), [0, 1]);
+        assert!(
+            gauge(&cache, "io_bytes_registered") <= gauge(&cache, "memory_bytes_reserved"),
+            "nothing is pinned that has no memory"
+        );
+    });
+}
+
+#[test]
+fn a_pool_that_can_never_fit_is_a_lack_of_space() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut options = options(dir.path(), 1 << 50, EngineChoice::Auto);
+    options.cache_dir = None;
+    let error = lakecache_core::cache::Cache::open(&options).err().expect("a refusal");
+    assert_eq!(error.kind(), lakecache_core::ErrorKind::NoSpace);
+    assert!(error.to_string().contains("cpu_bytes"), "{error}");
 }

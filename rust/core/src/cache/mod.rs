@@ -184,8 +184,10 @@ impl Cache {
         if !persistent {
             pool.set_memory_only(id);
         }
-        if let Some(disk) = self.inner.disk.as_ref().filter(|_| !pool.is_memory_only(id)) {
-            disk.write_manifest(namespace, manifest)?;
+        if let Some(disk) = self.inner.disk.as_ref().filter(|_| !pool.is_memory_only(id))
+            && let Err(error) = disk.write_manifest(namespace, manifest)
+        {
+            log::warn!("a namespace has no manifest for people to read: {error}");
         }
         Ok(Some(id))
     }
@@ -292,6 +294,7 @@ impl Cache {
         ]);
         if let Some(engine) = &self.inner.engine {
             gauges.push(("io_queue_depth", engine.queue_depth() as u64));
+            gauges.push(("io_bytes_registered", engine.registered_bytes()));
         }
         if let Some(background) = &self.background {
             gauges.push(("commits_pending", background.pending() as u64));

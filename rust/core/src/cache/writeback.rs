@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::{CacheOptions, Inner, Stats, WritePolicy, checksum_of, open_disk};
+use crate::io;
 use crate::l1::{Arena, Slot};
 use crate::l2::{DiskStore, ObjectInfo, Segment, Written};
 use crate::pool::Pool;
@@ -139,10 +140,23 @@ impl Background {
     }
 }
 
+/// Hands the pieces of memory that were reserved since the last call to the engine that reads.
+fn register_pieces(inner: &Inner, done: &mut u32) {
+    let Some(engine) = &inner.engine else { return };
+    while *done < inner.pool.pieces() && inner.pool.piece_reserved(*done) {
+        let (address, bytes) = inner.pool.piece(*done);
+        // A reserved piece keeps its pages for the pool's life.
+        engine.register(io::Segment { address, bytes });
+        *done += 1;
+    }
+}
+
 fn commit_loop(shared: &Shared) {
     let inner = &shared.inner;
     let mut reaped = Instant::now();
+    let mut registered = 0;
     loop {
+        register_pieces(inner, &mut registered);
         if reaped.elapsed() >= REAP {
             inner.pool.reap_dead();
             reaped = Instant::now();

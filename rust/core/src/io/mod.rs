@@ -167,8 +167,14 @@ pub trait Engine: Send + Sync {
 
     /// Tells that reads will often go to this memory, all of which is backed by pages that stay the
     /// same as long as the engine lives (never give their space back: the kernel would go on
-    /// writing to the old pages). A ring pins it where it may, which saves the CPU much of a read's work.
+    /// writing to the old pages). A ring pins it where it may, in its own time, which saves the CPU
+    /// much of a read's work.
     fn register(&self, _memory: Segment) {}
+
+    /// Bytes pinned so far.
+    fn registered_bytes(&self) -> u64 {
+        0
+    }
 
     /// Which engine it is.
     fn kind(&self) -> EngineKind;

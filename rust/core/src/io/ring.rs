@@ -1,5 +1,6 @@
 //! One `io_uring`: its making, its submissions and its completions. Used by one thread only.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
@@ -10,13 +11,20 @@ use io_uring::{IoUring, Probe, opcode, squeue};
 use super::Segment;
 use super::request::Read;
 use crate::sys::event::Event;
+use crate::sys::fault::{self, Call};
 use crate::{Error, ErrorKind, Result};
 
 /// Reads in flight at most. The submission queue is twice as long, and the completion queue longer
 /// still, so neither overflows.
 pub(super) const DEPTH: u32 = 128;
 
+/// Entries of the submission queue.
+const SUBMISSIONS: u32 = DEPTH * 2;
+
 const EVENT: u64 = u64::MAX;
+
+/// `IORING_ENTER_GETEVENTS`.
+const ENTER_GETEVENTS: u32 = 1;
 
 /// The kernel's limit of one registered buffer.
 const BUFFER_BYTES: u64 = 1 << 30;
@@ -46,6 +54,8 @@ pub(super) struct Ring {
     armed: bool,
     /// Whether waits can have a timeout (Linux 5.11).
     timed: bool,
+    /// What the latest entries carry, as many as the submission queue can hold.
+    pushed: VecDeque<u64>,
     /// Registered memory, in the order of addresses: start, end and number.
     buffers: Vec<(u64, u64, u16)>,
     /// Whether more memory may be registered.
@@ -74,7 +84,8 @@ impl Ring {
         let registering = ring.submitter().register_buffers_sparse(BUFFERS).is_ok();
         let timed = ring.params().is_feature_ext_arg();
         let counter = Box::new(0);
-        Ok(Self { uring: ring, counter, armed: false, timed, buffers: Vec::new(), registering })
+        let (pushed, buffers) = (VecDeque::new(), Vec::new());
+        Ok(Self { uring: ring, counter, armed: false, timed, pushed, buffers, registering })
     }
 
     /// Reads one block and waits for it; for the probe, before anything else is in flight.
@@ -135,12 +146,21 @@ impl Ring {
         // SAFETY: the entry's memory and descriptor stay valid until its completion: a piece owns
         // both and is kept, in its slot, by the thread that owns the ring, which reaps before it
         // drops; the event's counter belongs to the ring.
-        unsafe { self.uring.submission().push(entry) }.is_ok()
+        let pushed = unsafe { self.uring.submission().push(entry) }.is_ok();
+        if pushed {
+            if self.pushed.len() == SUBMISSIONS as usize {
+                self.pushed.pop_front();
+            }
+            self.pushed.push_back(entry.get_user_data());
+        }
+        pushed
     }
 
     /// Submits what is queued and waits for a completion, at most for `timeout` where the kernel can.
     pub(super) fn submit_and_wait(&mut self, timeout: Duration) -> Result<()> {
-        let result = if self.timed {
+        let result = if let Err(error) = fault::check(Call::Ring) {
+            Err(error)
+        } else if self.timed {
             let time = Timespec::from(timeout);
             self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
         } else {
@@ -159,13 +179,22 @@ impl Ring {
         }
     }
 
-    /// Lets the kernel post completions, if it still does; for a ring that failed.
+    /// The slots of reads that were pushed and that the kernel never took; for a ring that failed
+    /// and from which only [`Ring::collect`] is called from then on.
+    pub(super) fn never_submitted(&mut self) -> Vec<u32> {
+        let left = self.uring.submission().len().min(self.pushed.len());
+        let slots = self.pushed.split_off(self.pushed.len() - left);
+        slots.into_iter().filter_map(|data| u32::try_from(data).ok()).collect()
+    }
+
+    /// Lets the kernel post completions, if it still does, and submits nothing; for a ring that
+    /// failed.
     pub(super) fn collect(&mut self) {
-        if let Err(error) = self
-            .uring
-            .submitter()
-            .submit_with_args(0, &SubmitArgs::new().timespec(&Timespec::new().nsec(1)))
-        {
+        let collect = fault::check(Call::Ring).and_then(|()| {
+            // SAFETY: no argument, and nothing is submitted.
+            unsafe { self.uring.submitter().enter::<()>(0, 0, ENTER_GETEVENTS, None) }
+        });
+        if let Err(error) = collect {
             log::debug!("collecting from a failed ring: {error}");
         }
     }
@@ -179,26 +208,33 @@ impl Ring {
         }
         let result = u32::try_from(entry.result())
             .map_err(|_| io::Error::from_raw_os_error(-entry.result()));
+        let result = fault::check(Call::Read).and(result);
         Some(Completion::Read {
             slot: u32::try_from(entry.user_data()).unwrap_or(u32::MAX),
             result,
         })
     }
 
-    /// Registers memory, as far as the limit of locked memory allows; reads elsewhere go on as before.
-    pub(super) fn register(&mut self, memory: Segment) {
+    /// Registers memory, as far as the limit of locked memory allows; reads elsewhere go on as
+    /// before. The bytes registered.
+    pub(super) fn register(&mut self, memory: Segment) -> u64 {
+        let mut registered = 0;
         let (mut start, end) = (memory.address as u64, memory.address as u64 + memory.bytes);
         while self.registering && start < end {
             let bytes = (end - start).min(BUFFER_BYTES);
-            if let Err(error) = self.register_one(start, bytes) {
-                self.registering = false;
-                log::info!(
-                    "reads use more CPU than they need to: memory can't be registered ({error}); \
-                     a higher limit of locked memory (ulimit -l) allows it"
-                );
+            match self.register_one(start, bytes) {
+                Ok(()) => registered += bytes,
+                Err(error) => {
+                    self.registering = false;
+                    log::info!(
+                        "reads use more CPU than they need to: memory can't be registered \
+                         ({error}); a higher limit of locked memory (ulimit -l) allows it"
+                    );
+                }
             }
             start += bytes;
         }
+        registered
     }
 
     fn register_one(&mut self, start: u64, bytes: u64) -> io::Result<()> {
@@ -251,7 +287,7 @@ fn build() -> io::Result<IoUring> {
             1 => builder.setup_coop_taskrun(),
             _ => &mut builder,
         };
-        match builder.build(DEPTH * 2) {
+        match builder.build(SUBMISSIONS) {
             Ok(ring) => return Ok(ring),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = error,
             Err(error) => return Err(error),

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,7 @@ struct Shared {
     signalled: AtomicBool,
     /// Memory to be registered.
     memory: Mutex<VecDeque<Segment>>,
+    registered_bytes: AtomicU64,
     bytes_in_flight: u64,
     pread_threads: usize,
 }
@@ -58,6 +59,7 @@ impl Uring {
             event: Event::new()?,
             signalled: AtomicBool::new(false),
             memory: Mutex::default(),
+            registered_bytes: AtomicU64::new(0),
             bytes_in_flight: options.bytes_in_flight,
             pread_threads: options.pread_threads,
         });
@@ -111,6 +113,10 @@ impl Engine for Uring {
     fn register(&self, memory: Segment) {
         locked(&self.shared.memory).push_back(memory);
         self.shared.signal();
+    }
+
+    fn registered_bytes(&self) -> u64 {
+        self.shared.registered_bytes.load(Ordering::Relaxed)
     }
 
     fn kind(&self) -> EngineKind {
@@ -245,10 +251,18 @@ impl Server<'_> {
         }
     }
 
+    /// Registers one range at most: pinning takes milliseconds, for which reads must wait.
     fn register(&self, ring: &mut Ring) {
-        let waiting = std::mem::take(&mut *locked(&self.shared.memory));
-        for memory in waiting {
-            ring.register(memory);
+        let (memory, more) = {
+            let mut waiting = locked(&self.shared.memory);
+            (waiting.pop_front(), !waiting.is_empty())
+        };
+        if let Some(memory) = memory {
+            let bytes = ring.register(memory);
+            self.shared.registered_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        if more {
+            self.shared.signal();
         }
     }
 
@@ -308,6 +322,9 @@ impl Server<'_> {
         if let Err(error) = pread::spawn(&self.shared.queue, self.shared.pread_threads) {
             log::error!("no threads for reads: {error}; reads fail from now on");
             self.shared.queue.close();
+        }
+        for slot in ring.never_submitted() {
+            self.retry.extend(self.slots.take(slot));
         }
         loop {
             for piece in std::mem::take(&mut self.retry) {

@@ -9,6 +9,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, FallocateFlags, MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::fault::{self, Call};
 use crate::{Error, ErrorKind, Result};
 
 /// What a descriptor points to.
@@ -78,6 +79,7 @@ pub fn open_or_create(path: &Path) -> Result<OwnedFd> {
 
 /// Opens a file for reading; `None` where there is none.
 pub fn open_read(path: &Path, direct: bool) -> Result<Option<OwnedFd>> {
+    check_direct(direct).map_err(|error| failed("opening", path, error))?;
     let flags = libc::O_NOFOLLOW | if direct { libc::O_DIRECT } else { 0 };
     match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => Ok(Some(file.into())),
@@ -117,6 +119,7 @@ pub fn punch(file: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<()> {
 
 /// A file without a name in `dir`, for [`link_fd`] to name; `None` where the file system has none.
 pub fn unnamed_in(dir: &Path, direct: bool) -> Result<Option<OwnedFd>> {
+    check_make(direct).map_err(|error| failed("making a file in", dir, error))?;
     let mut flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     if direct {
         flags |= OFlags::DIRECT;
@@ -177,15 +180,25 @@ pub unsafe fn pread_at(
     bytes: u32,
     offset: u64,
 ) -> io::Result<u32> {
+    fault::check(Call::Read)?;
     let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
     // SAFETY: the caller keeps the range mapped.
     let read = unsafe { libc::pread(file.as_raw_fd(), address.cast(), bytes as usize, offset) };
     u32::try_from(read).map_err(|_| io::Error::last_os_error())
 }
 
+fn check_direct(direct: bool) -> io::Result<()> {
+    if direct { fault::check(Call::Direct) } else { Ok(()) }
+}
+
+/// What [`fault`] says about making a file.
+pub(super) fn check_make(direct: bool) -> io::Result<()> {
+    fault::check(Call::Make).and_then(|()| check_direct(direct))
+}
+
 /// Switches an open file to direct I/O; `false` where its file system has none.
 pub fn set_direct(file: impl AsFd) -> Result<bool> {
-    match switch_direct(file, true) {
+    match check_direct(true).map_err(|_| Errno::INVAL).and_then(|()| switch_direct(file, true)) {
         Ok(()) => Ok(true),
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(false),
         Err(error) => Err(Error::io("switching a file to direct I/O", error)),

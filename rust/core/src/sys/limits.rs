@@ -42,6 +42,7 @@ pub fn mem_available() -> u64 {
             line.split_whitespace().nth(1)?.parse::<u64>().ok()
         })
         .map_or(u64::MAX, |kib| kib.saturating_mul(1024))
+        .min(super::fault::memory_available())
 }
 
 /// The tightest memory limit above us (cgroup v2, else v1), where there is one.

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
+use super::fault::{self, Call};
 use crate::{Error, Result};
 
 /// Buffers in one system call: the kernel's limit.
@@ -40,6 +41,7 @@ pub unsafe fn pwritev_all(
     parts: &[(*const u8, usize)],
     mut offset: u64,
 ) -> io::Result<()> {
+    fault::check(Call::Write)?;
     let vector = |&(address, bytes): &(*const u8, usize)| libc::iovec {
         iov_base: address.cast_mut().cast(),
         iov_len: bytes,
@@ -83,6 +85,7 @@ pub unsafe fn pwritev_all(
 
 /// A new file of that name, for writing.
 pub fn create_new(path: &Path, direct: bool) -> io::Result<OwnedFd> {
+    super::file::check_make(direct)?;
     let flags = libc::O_NOFOLLOW | if direct { libc::O_DIRECT } else { 0 };
     let mut options = OpenOptions::new();
     options.read(true).write(true).create_new(true).mode(0o600).custom_flags(flags);
@@ -153,6 +156,7 @@ pub fn read_whole(path: &Path, most: u64) -> Result<Option<Vec<u8>>> {
 
 /// Waits until a file's bytes are on the disk.
 pub fn sync_data(file: impl AsFd) -> io::Result<()> {
+    fault::check(Call::Sync)?;
     Ok(rustix::fs::fdatasync(file)?)
 }
 
@@ -164,36 +168,75 @@ pub fn remove_dir(path: &Path) -> bool {
 /// The names in a directory with their sizes. Empty where there is none; names that vanish
 /// meanwhile and links are left out.
 pub fn list(path: &Path) -> Result<Vec<Entry>> {
-    let failed = |error: Errno| Error::io(format!("listing {}", path.display()), error);
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let directory = match rustix::fs::open(path, flags, Mode::empty()) {
-        Ok(directory) => directory,
-        Err(Errno::NOENT) => return Ok(Vec::new()),
-        Err(error) => return Err(failed(error)),
-    };
-    let mut entries = Vec::new();
-    for entry in Dir::read_from(&directory).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let Ok(name) = entry.file_name().to_str() else { continue };
-        if matches!(name, "." | "..") {
-            continue;
+    let Some(directory) = Directory::open(path)? else { return Ok(Vec::new()) };
+    let names = directory.names()?;
+    Ok(names.iter().filter_map(|(name, _)| directory.stat(name)).collect())
+}
+
+/// An open directory: names in it are found without walking its path again.
+#[derive(Debug)]
+pub struct Directory<'a> {
+    directory: OwnedFd,
+    path: &'a Path,
+}
+
+impl<'a> Directory<'a> {
+    /// Opens a directory; `None` where there is none.
+    pub fn open(path: &'a Path) -> Result<Option<Self>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match rustix::fs::open(path, flags, Mode::empty()) {
+            Ok(directory) => Ok(Some(Self { directory, path })),
+            Err(Errno::NOENT) => Ok(None),
+            Err(error) => Err(Error::io(format!("listing {}", path.display()), error)),
         }
-        let Ok(stat) = rustix::fs::statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) else {
-            continue;
-        };
-        let kind = FileType::from_raw_mode(stat.st_mode);
-        if !matches!(kind, FileType::Directory | FileType::RegularFile) {
-            continue;
-        }
-        let is_dir = kind == FileType::Directory;
-        entries.push(Entry {
-            name: name.to_owned(),
-            is_dir,
-            len: if is_dir { 0 } else { u64::try_from(stat.st_size).unwrap_or(0) },
-            modified: stat.st_mtime * 1_000_000_000
-                + i64::try_from(stat.st_mtime_nsec).unwrap_or(0),
-            inode: stat.st_ino,
-        });
     }
-    Ok(entries)
+
+    /// The names in it, and whether each is known to be that of a regular file.
+    pub fn names(&self) -> Result<Vec<(String, bool)>> {
+        let failed = |error: Errno| Error::io(format!("listing {}", self.path.display()), error);
+        let mut names = Vec::new();
+        for entry in Dir::read_from(&self.directory).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            if !matches!(name, "." | "..") {
+                names.push((name.to_owned(), entry.file_type() == FileType::RegularFile));
+            }
+        }
+        Ok(names)
+    }
+
+    /// What a name is; `None` where it vanished, and for what is neither file nor directory.
+    pub fn stat(&self, name: &str) -> Option<Entry> {
+        let stat = rustix::fs::statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        entry_of(name, &stat)
+    }
+
+    /// Opens a file to read it, and says what it is; `None` where it vanished.
+    pub fn open_file(&self, name: &str) -> Result<Option<(OwnedFd, Entry)>> {
+        let failed =
+            |error: Errno| Error::io(format!("opening {}", self.path.join(name).display()), error);
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = match rustix::fs::openat(&self.directory, name, flags, Mode::empty()) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        Ok(entry_of(name, &stat).map(|entry| (file, entry)))
+    }
+}
+
+fn entry_of(name: &str, stat: &Stat) -> Option<Entry> {
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    if !matches!(kind, FileType::Directory | FileType::RegularFile) {
+        return None;
+    }
+    let is_dir = kind == FileType::Directory;
+    Some(Entry {
+        name: name.to_owned(),
+        is_dir,
+        len: if is_dir { 0 } else { u64::try_from(stat.st_size).unwrap_or(0) },
+        modified: stat.st_mtime * 1_000_000_000 + i64::try_from(stat.st_mtime_nsec).unwrap_or(0),
+        inode: stat.st_ino,
+    })
 }
