@@ -3,11 +3,12 @@
 //! A victim is DYING before its file is touched, so that no lookup finds it; its bytes count until
 //! its name is gone (D3). The exclusive lock is held until then: a lease that comes later fails.
 
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use super::publish::temporary_prefix;
 use super::table::{Outcome, Snapshot, State};
-use super::{DiskStore, Finish, LOCK_WAIT, count};
+use super::{DiskStore, ESTIMATES, Finish, LOCK_WAIT, MANIFEST, count};
 use crate::{Error, Namespace, Result, sys};
 
 /// Victims at a time.
@@ -148,7 +149,8 @@ impl DiskStore {
         Ok(whole)
     }
 
-    /// Removes every object of a namespace that is not being read; how many are gone.
+    /// Removes every object of a namespace that is not being read, and the directories that this
+    /// leaves empty; how many objects are gone.
     pub fn remove_namespace(&self, namespace: &Namespace) -> Result<u64> {
         let mut gone = 0;
         let end = self.table.high_water();
@@ -171,6 +173,26 @@ impl DiskStore {
             let (_, busy) = self.remove_victims(&victims)?;
             gone += (victims.len() - busy) as u64;
         }
+        remove_empty(&self.namespace_dir(namespace))?;
         Ok(gone)
     }
+}
+
+/// Removes a namespace's directories, as far as they are empty but for the manifest and
+/// what was learned about its loads. A writer
+/// that finds its directory gone makes it again.
+fn remove_empty(dir: &Path) -> Result<()> {
+    let mut empty = true;
+    for entry in sys::object::list(dir)? {
+        let path = dir.join(&entry.name);
+        let about = [MANIFEST, ESTIMATES].contains(&entry.name.as_str());
+        empty &= about || (entry.is_dir && sys::object::remove_dir(&path));
+    }
+    if empty {
+        for name in [MANIFEST, ESTIMATES] {
+            sys::file::unlink(&dir.join(name))?;
+        }
+        sys::object::remove_dir(dir);
+    }
+    Ok(())
 }

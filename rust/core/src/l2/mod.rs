@@ -3,6 +3,7 @@
 //! ```text
 //! <cache_dir>/<namespace>/<2 hex>/<key>.kv   4 KiB header and the payload, padded to 4 KiB
 //! <cache_dir>/<namespace>/manifest.json      what the namespace is, for people
+//! <cache_dir>/<namespace>/estimates.json     how fast its loads were
 //! <cache_dir>/objects.snapshot               size, recency, parent and span of every object
 //! <cache_dir>/objects.lock                   byte 0: scanning; byte 1: shared by every store
 //! ```
@@ -46,6 +47,11 @@ use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 const LOCK_WAIT: Duration = Duration::from_secs(2);
 /// Touched keys that wait for the writer lock; more are forgotten.
 const TOUCHES_MAX: usize = 64 << 10;
+/// Times that a directory may be removed under whoever makes a file in it.
+const DIR_ATTEMPTS: usize = 32;
+const MANIFEST: &str = "manifest.json";
+/// Written by the Python half.
+const ESTIMATES: &str = "estimates.json";
 const SCANNING: u64 = 0;
 const IN_USE: u64 = 1;
 
@@ -173,6 +179,8 @@ pub struct DiskStore {
     health: health::Health,
     counters: Counters,
     closing: AtomicBool,
+    /// Whether it was said that the table is full.
+    full: AtomicBool,
     scanner: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -209,6 +217,7 @@ impl DiskStore {
             health: health::Health::default(),
             counters: Counters::default(),
             closing: AtomicBool::new(false),
+            full: AtomicBool::new(false),
             scanner: Mutex::default(),
         }))
     }
@@ -282,8 +291,7 @@ impl DiskStore {
     /// Writes what the namespace is, for people, beside its objects.
     pub fn write_manifest(&self, namespace: &Namespace, json: &str) -> Result<()> {
         let dir = self.namespace_dir(namespace);
-        sys::file::create_dirs(&dir)?;
-        sys::object::replace(&dir.join("manifest.json"), json.as_bytes())
+        make_in(&dir, || sys::object::replace(&dir.join(MANIFEST), json.as_bytes()))
     }
 
     /// Compares the table with itself: for tests and the doctor.
@@ -340,6 +348,19 @@ impl DiskStore {
             other => log::debug!("settled later: {other:?}"),
         }
     }
+}
+
+/// Makes a file in a directory, which is made as well, also where others remove it meanwhile
+/// because it is empty.
+fn make_in<T>(dir: &Path, make: impl Fn() -> Result<T>) -> Result<T> {
+    let attempt = || sys::file::create_dirs(dir).and_then(|()| make());
+    for _ in 1..DIR_ATTEMPTS {
+        match attempt() {
+            Err(error) if error.errno() == Some(libc::ENOENT) => {}
+            made => return made,
+        }
+    }
+    attempt()
 }
 
 impl Negative {

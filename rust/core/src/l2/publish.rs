@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use super::evict::Room;
 use super::format::{Header, Page, file_bytes};
 use super::table::{Begin, Outcome, Word};
-use super::{DiskStore, Durability, Finish, LOCK_WAIT, ObjectInfo, count, locked};
+use super::{DiskStore, Durability, Finish, LOCK_WAIT, ObjectInfo, count, locked, make_in};
 use crate::units::PAGE_BYTES;
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 
@@ -224,14 +224,13 @@ impl DiskStore {
     fn make_file(&self, content: &Content) -> Result<Linked> {
         let path = self.path(&content.header.namespace, &content.header.key);
         let dir = path.parent().unwrap_or(&self.dir);
-        sys::file::create_dirs(dir)?;
         let aligned = content
             .segments
             .iter()
             .all(|segment| segment.address.addr().is_multiple_of(size_of::<Page>()));
         let mut direct = aligned && self.direct.load(Ordering::Relaxed);
         loop {
-            match self.attempt(content, &path, dir, direct) {
+            match make_in(dir, || self.attempt(content, &path, dir, direct)) {
                 Err(error) if direct && error.errno() == Some(libc::EINVAL) => {
                     log::info!("{} takes no direct writes: going on with buffers", dir.display());
                     direct = false;

@@ -2,17 +2,20 @@
 //! for each time that nobody used the directory. Until it is done nothing is stored.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::evict::Room;
+use super::format::{Header, Page};
 use super::snapshot::{self, Known};
 use super::table::{Outcome, State};
-use super::{DiskStore, LOCK_WAIT, ObjectInfo, SCANNING, count, lease, locked};
+use super::{Damage, DiskStore, LOCK_WAIT, ObjectInfo, SCANNING, count, locked};
 use crate::pool::Writer;
 use crate::pool::layout::NAMESPACES_MAX;
-use crate::sys::object::Entry;
+use crate::sys::object::{Directory, Entry};
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
 
 const THREADS_MAX: usize = 8;
@@ -160,17 +163,34 @@ impl DiskStore {
         known: &HashMap<ObjectKey, Known>,
         found: &mut Vec<Found>,
     ) -> Result<()> {
-        for entry in sys::object::list(dir)? {
-            let path = dir.join(&entry.name);
-            if is_temporary(&entry.name) {
-                self.sweep(&path)?;
+        let Some(directory) = Directory::open(dir)? else { return Ok(()) };
+        let mut page = Page::zeroed();
+        for (name, is_file) in directory.names()? {
+            if is_temporary(&name) {
+                self.sweep(&dir.join(&name))?;
                 continue;
             }
-            let key = entry.name.strip_suffix(".kv").and_then(|hex| ObjectKey::from_hex(hex).ok());
-            let Some(key) = key.filter(|_| !entry.is_dir) else { continue };
-            match judge(namespace, key, &path, &entry, known)? {
+            let key = name.strip_suffix(".kv").and_then(|hex| ObjectKey::from_hex(hex).ok());
+            let Some(key) = key else { continue };
+            let listed = known.get(&key).filter(|known| known.namespace == namespace);
+            // A file that is opened anyway says what it is without another look-up of its name.
+            if listed.is_some() || !is_file {
+                let Some(entry) = directory.stat(&name).filter(|entry| !entry.is_dir) else {
+                    continue;
+                };
+                if let Some(object) = listed.and_then(|known| as_listed(known, &entry)) {
+                    found.push(object);
+                    continue;
+                }
+            }
+            let judged = match directory.open_file(&name)? {
+                Some((file, entry)) => judge(namespace, key, &file, &entry, dir, &mut page)?,
+                None => continue,
+            };
+            match judged {
                 Ok(object) => found.push(object),
                 Err(damage) => {
+                    let path = dir.join(&name);
                     log::warn!("{}: {damage}; removed", path.display());
                     count(&self.counters.damaged[damage.index()]);
                     self.sweep(&path)?;
@@ -200,23 +220,42 @@ impl DiskStore {
             }
             numbers.push(number);
         }
-        let left = self.write_lock(LOCK_WAIT.into(), |writer| {
-            let mut left = Vec::new();
-            for (found, number) in batch.iter().zip(&numbers) {
-                let added = number.is_some_and(|number| self.add_one(writer, found, number, scan));
-                if !added {
-                    left.push(found);
-                }
+        let mut left: Vec<_> = batch.iter().zip(numbers).collect();
+        while !left.is_empty() {
+            let waiting = self.write_lock(LOCK_WAIT.into(), |writer| {
+                left.retain(|(found, number)| {
+                    !number.is_some_and(|number| self.add_one(writer, found, number, scan))
+                });
+                left.iter().filter(|(_, number)| number.is_some()).count()
+            })?;
+            let Some(waiting) = waiting else {
+                return Err(Error::new(ErrorKind::Timeout, "the writer lock is held"));
+            };
+            // The table is full. The files come from the least recent to the most recent, so those
+            // that have a record already go for those that have none, as for a new object.
+            if waiting == 0 || self.make_room(0)? != Room::Made {
+                break;
             }
-            left
-        })?;
-        let Some(left) = left else {
-            return Err(Error::new(ErrorKind::Timeout, "the writer lock is held"));
-        };
-        for found in left {
+            self.warn_evicting();
+        }
+        for (found, _) in left {
+            // Without a record it would count for no limit and never be found.
+            self.warn_evicting();
             self.sweep(&self.path(&found.namespace, &found.info.key))?;
         }
         Ok(())
+    }
+
+    fn warn_evicting(&self) {
+        if !self.full.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                "{} holds more objects than this pool can keep account of ({} in {} namespaces): \
+                 the least recent go; a larger disk_capacity_bytes makes a larger table",
+                self.dir.display(),
+                self.pool.l2_records(),
+                NAMESPACES_MAX
+            );
+        }
     }
 
     fn add_one(&self, writer: &mut Writer, found: &Found, number: u16, scan: u64) -> bool {
@@ -262,28 +301,31 @@ impl DiskStore {
     }
 }
 
-/// The object that a file is, by the list or by its header, or what is wrong with it.
+/// The object that the list says a file is, if it has the length for that.
+fn as_listed(known: &Known, entry: &Entry) -> Option<Found> {
+    let file_bytes = super::format::file_bytes(known.info.payload_bytes)?;
+    (file_bytes == entry.len).then(|| Found {
+        namespace: known.namespace,
+        info: known.info,
+        file_bytes,
+        order: (false, i64::try_from(known.order).unwrap_or(i64::MAX)),
+    })
+}
+
+/// The object that a file is by its header, or what is wrong with it.
 fn judge(
     namespace: Namespace,
     key: ObjectKey,
-    path: &Path,
+    file: &OwnedFd,
     entry: &Entry,
-    known: &HashMap<ObjectKey, Known>,
-) -> Result<std::result::Result<Found, super::Damage>> {
-    let file_bytes = entry.len;
-    let listed = known.get(&key).filter(|known| {
-        known.namespace == namespace
-            && super::format::file_bytes(known.info.payload_bytes) == Some(file_bytes)
-    });
-    if let Some(known) = listed {
-        let order = (false, i64::try_from(known.order).unwrap_or(i64::MAX));
-        return Ok(Ok(Found { namespace, info: known.info, file_bytes, order }));
-    }
-    let Some(file) = sys::file::open_read(path, false)? else {
-        return Ok(Err(super::Damage::Truncated));
-    };
-    let judged = lease::header_of(&file, path)?.and_then(|header| {
-        header.check(&namespace, &key, file_bytes)?;
+    dir: &Path,
+    page: &mut Page,
+) -> Result<std::result::Result<Found, Damage>> {
+    let read = sys::file::pread_full(file, &mut page.0, 0).map_err(|error| {
+        Error::io(format!("reading {}", dir.join(&entry.name).display()), error)
+    })?;
+    Ok(Header::parse(&page.0[..read]).and_then(|header| {
+        header.check(&namespace, &key, entry.len)?;
         let info = ObjectInfo {
             key,
             parent: header.parent,
@@ -293,7 +335,7 @@ fn judge(
             ranks: header.ranks,
             payload_bytes: header.payload_bytes,
         };
-        Ok(Found { namespace, info, file_bytes, order: (true, entry.modified) })
-    });
-    Ok(judged)
+        let order = (true, entry.modified);
+        Ok(Found { namespace, info, file_bytes: entry.len, order })
+    }))
 }

@@ -353,9 +353,56 @@ fn the_manifest_is_readable_and_a_namespace_can_go() {
     store.write_manifest(&NAMESPACE, "{\"model\": \"tiny\"}").unwrap();
     let path = rig.cache_dir().join(NAMESPACE.hex()).join("manifest.json");
     assert_eq!(fs::read_to_string(path).unwrap(), "{\"model\": \"tiny\"}");
+    fs::write(store.namespace_dir(&NAMESPACE).join("estimates.json"), "{}").unwrap();
     (0..100).for_each(|n| assert_eq!(put(&store, n, 10), Written::Stored));
     assert_eq!(store.remove_namespace(&NAMESPACE).unwrap(), 100);
     assert_eq!((rig.bytes(), store.gauges().bytes), (0, 0));
+    assert!(!store.namespace_dir(&NAMESPACE).exists(), "nor are there directories");
+    store.check().unwrap();
+    // What is being read stays, with its directory.
+    put(&store, 1, 10);
+    put(&store, 2, 10);
+    let lease = store.lease(&key(1)).unwrap().unwrap();
+    assert_eq!(store.remove_namespace(&NAMESPACE).unwrap(), 1);
+    assert!(has(&store, 1) && store.path(&NAMESPACE, &key(1)).exists());
+    drop(lease);
+}
+
+#[test]
+fn stores_and_the_removal_of_their_namespace_do_not_fail_each_other() {
+    let rig = Rig::new(None);
+    let store = rig.open();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for n in 0..300 {
+                store.write_manifest(&NAMESPACE, "{}").unwrap();
+                assert_eq!(put(&store, n, 10), Written::Stored);
+            }
+        });
+        while !writer.is_finished() {
+            store.remove_namespace(&NAMESPACE).unwrap();
+        }
+    });
+    assert_eq!(store.gauges().errors, 0);
+    assert_eq!(store.gauges().bytes, rig.bytes());
+    store.check().unwrap();
+}
+
+#[test]
+fn a_start_with_a_smaller_table_keeps_the_most_recent() {
+    let mut rig = Rig::new(None);
+    let store = rig.open();
+    (0..40).for_each(|n| assert_eq!(put(&store, n, 10), Written::Stored));
+    store.touch(&[key(3)]);
+    store.close();
+    drop(store);
+    rig.records = 16;
+    let store = rig.open();
+    let gauges = store.gauges();
+    assert_eq!((gauges.objects, gauges.evicted, gauges.swept), (16, 24, 0));
+    assert_eq!(gauges.bytes, rig.bytes());
+    let kept: Vec<u32> = (0..40).filter(|&n| has(&store, n)).collect();
+    assert_eq!(kept, [&[3], &(25..40).collect::<Vec<_>>()[..]].concat());
     store.check().unwrap();
 }
 
