@@ -328,7 +328,7 @@ def probe_disk(directory: Path) -> float | None:
     share = PROBE_BYTES // len(files)
     with ThreadPoolExecutor(PROBE_THREADS, thread_name_prefix="lakecache-probe") as pool:
         total = sum(pool.map(lambda file: _read(file, share, begin + PROBE_SECONDS), files))
-    return total / (time.monotonic() - begin) if total else None
+    return total / max(time.monotonic() - begin, 1e-9) if total else None
 
 
 def _objects(directory: Path) -> Iterator[Path]:

@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
-from lakecache._records import Load, Tracked
+from lakecache._records import Tracked
 from lakecache._saves import Saves
 from lakecache._spaces import Namespaces
 from lakecache._support import KIND_CHUNK, Geometry
@@ -45,8 +46,6 @@ log = logging.getLogger("vllm.lakecache")
 KEY_BYTES = 32
 # How long a request may be told to ask again while files are opened.
 OPEN_SECONDS = 1.0
-# A load without any progress for this long is given up; copies under way are waited for.
-STALL_SECONDS = 20.0
 # A request whose loads failed this often is computed.
 LOAD_ATTEMPTS = 2
 # A chunk that finds no room this often is not stored.
@@ -88,17 +87,12 @@ class SchedulerHalf:
         self.declined: str | None = None
         self._tracked: dict[str, Tracked] = {}
         self._saving: dict[str, Tracked] = {}
-        self._loads: dict[str, Load] = {}
-        self._loads_by_ident: dict[int, Load] = {}
-        # Loads within a step, whose leases go when all ranks have copied.
-        self._same_step_loads: dict[int, Tracked] = {}
         self._same_step = False
-        self._new_loads: list[tuple[int, str | None, int]] = []
         self._plan = StepPlan()
-        self._doomed: list[int] = []
         self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
+        self.loads = Loads(ranks=self.ranks, counts=self.counts, idents=self._idents.__next__)
         self.saves = Saves(
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
             idents=self._idents.__next__, write_first=config.transfer == "sync",
@@ -189,7 +183,7 @@ class SchedulerHalf:
         return self._alone() and not any(bytes(tracked.lease.tiers())[:chunks])
 
     def _alone(self) -> bool:
-        return self._same_step and len(self._tracked) == 1 and not self._loads
+        return self._same_step and len(self._tracked) == 1 and not self.loads.between_steps()
 
     def _take_lease(self, tracked: Tracked, keys: bytes, local: int) -> bool:
         first = local // self.chunk
@@ -303,22 +297,11 @@ class SchedulerHalf:
         if lease is None:
             self._unplanned(tracked)
             return False
-        load = Load(next(self._idents), lease, objects, same_step=tracked.same_step)
-        lease.truncate(len(objects))
         self._note_sources(tracked, external)
+        load = self.loads.start(tracked, objects, same_step=tracked.same_step)
         if self.policy is not None:
             memory, disk = self._bytes_by_tier(objects, bytes(lease.tiers()))
             self.policy.load_started(load.ident, memory, disk, same_step=load.same_step)
-        lease.start(0)
-        tracked.lease, tracked.asked, tracked.load = None, None, load
-        if load.same_step:
-            self._same_step_loads[load.ident] = tracked
-            self._loads_by_ident[load.ident] = load
-            self._new_loads.append((load.ident, None, len(objects)))
-            self.counts["loads"] += 1
-            self.counts["loads_same_step"] += 1
-        else:
-            self._begin(tracked.request.request_id, load)
         return True
 
     def _bytes(self, kind: int) -> int:
@@ -331,32 +314,16 @@ class SchedulerHalf:
         disk = sum(size for size, tier in zip(sizes, tiers, strict=False) if tier)
         return sum(sizes) - disk, disk
 
-    def _begin(self, request_id: str, load: Load) -> None:
-        self._loads[request_id] = load
-        self._loads_by_ident[load.ident] = load
-        self._new_loads.append((load.ident, request_id, len(load.objects)))
-        self.counts["loads"] += 1
-
     def fail_load(self, request_id: str) -> None:
         """Have the workers report a load that cannot take place, so that vLLM computes it."""
-        load = self._loads.get(request_id)
-        if load is None:
-            tracked = self._tracked.get(request_id)
-            lease = None if tracked is None else tracked.lease
-            load = Load(next(self._idents), lease, [(KIND_CHUNK, b"")])
-            if tracked is not None:
-                tracked.lease, tracked.load = None, load
-            self._begin(request_id, load)
-        if not load.failed:
-            load.failed = True
-            self._doomed.append(load.ident)
+        self.loads.fail(request_id, self._tracked.get(request_id))
 
     def owes_this_step(self, request_id: str | None = None) -> bool:
         """Whether a hit was answered as a load within the step: this request's, or any that the
         workers have not been told of.
         """
         if request_id is None:
-            return any(name is None for _, name, _ in (*self._new_loads, *self._plan.loads))
+            return self.loads.owed(self._plan)
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.same_step
 
@@ -397,11 +364,10 @@ class SchedulerHalf:
         """Say what the workers do in this step."""
         if self.policy is not None:
             self.policy.clock.planned(output)
-        if not self._loads and not self._saving and not self._new_loads:
+        if not self._saving and not self.loads.to_plan():
             return IDLE
         plan = self._plan = StepPlan()
-        if self._loads or self._new_loads:
-            self._plan_loads(plan)
+        self.loads.plan(plan)
         if self._saving:
             self._plan_stores(plan, output)
         return plan if plan else IDLE
@@ -413,37 +379,9 @@ class SchedulerHalf:
         """
         plan, self._plan = self._plan, StepPlan()
         self._saving.clear()
-        for request_id in self._loads:
-            self.fail_load(request_id)
-        plan.loads += self._new_loads
-        plan.failed += self._doomed
-        self._new_loads, self._doomed = [], []
+        self.loads.fail_all()
+        self.loads.tell(plan)
         return plan if plan else IDLE
-
-    def _plan_loads(self, plan: StepPlan) -> None:
-        plan.loads, self._new_loads = self._new_loads, []
-        for ident, request_id, _ in plan.loads:
-            if request_id is None:
-                self._plan_chunks(plan, self._loads_by_ident[ident])
-        now = time.monotonic()
-        for request_id, load in self._loads.items():
-            if load.failed:
-                continue
-            if self._plan_chunks(plan, load):
-                load.moved = now
-            stalled = now - load.moved > STALL_SECONDS
-            if stalled or load.lease.failed() is not None:
-                self.counts["loads_stalled" if stalled else "loads_broken"] += 1
-                self.fail_load(request_id)
-        plan.failed, self._doomed = self._doomed, []
-
-    def _plan_chunks(self, plan: StepPlan, load: Load) -> bool:
-        """Name the slots that have come since the last step; whether there were any."""
-        slots = load.lease.slots()
-        for index, entry, generation in slots:
-            kind, ids = load.objects[index]
-            plan.chunks.append((load.ident, index, kind, entry, generation, ids))
-        return bool(slots)
 
     def _chunk_blocks(self, tables: Sequence[Sequence[int]], index: int, local: int) -> bytes:
         """Give the blocks of a chunk; those that the GPU holds already are left out (0)."""
@@ -527,7 +465,7 @@ class SchedulerHalf:
             for job, (good, bad) in report.stores.items():
                 told.append(partial(self.saves.copied, job, good, bad))
             for (ident, index), ranks in report.copied.items():
-                told.append(partial(self._copied, ident, index, ranks))
+                told.append(partial(self.loads.copied, ident, index, ranks))
         for request_id in received:
             told.append(partial(self._received, request_id, good=request_id not in failed))
         for take in told:
@@ -539,28 +477,10 @@ class SchedulerHalf:
         if error is not None:
             raise error
 
-    def _copied(self, ident: int, index: int, ranks: int) -> None:
-        load = self._loads_by_ident.get(ident)
-        if load is None:
-            return
-        load.moved = time.monotonic()
-        load.copied[index] += ranks
-        if load.copied[index] == self.ranks:
-            load.lease.release(index)
-            load.left -= 1
-            if load.left == 0 and load.same_step:
-                self._end_same_step(load)
-
-    def _end_same_step(self, load: Load) -> None:
-        del self._loads_by_ident[load.ident]
-        self._same_step_loads.pop(load.ident).load = None
-        load.lease.close()
-
     def _received(self, request_id: str, *, good: bool) -> None:
-        load = self._loads.pop(request_id, None)
+        load = self.loads.received(request_id)
         if load is None:
             return
-        self._loads_by_ident.pop(load.ident, None)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.load = None
@@ -598,7 +518,7 @@ class SchedulerHalf:
 
     def pending(self) -> bool:
         """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
-        return bool(self.pending_stores() or self._same_step_loads)
+        return self.pending_stores() or self.loads.within_step()
 
     def reset(self) -> bool:
         """Begin an epoch that shares nothing with what is stored: the weights may have changed."""
@@ -608,8 +528,7 @@ class SchedulerHalf:
             self._forget_keys(tracked)
             tracked.next_save = max(tracked.next_save, 0)
         self._saving.clear()
-        for request_id in self._loads:
-            self.fail_load(request_id)
+        self.loads.fail_all()
         self.spaces.reset()
         self.counts["resets"] += 1
         return True
@@ -631,11 +550,7 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""
         self.saves.abandon()
-        for load in (*self._loads.values(), *self._loads_by_ident.values()):
-            if load.lease is not None:
-                load.lease.close()
-        self._loads.clear()
-        self._loads_by_ident.clear()
+        self.loads.close()
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
         if self.policy is not None:

@@ -135,5 +135,6 @@ class Bench:
         return [
             *(["pinned slots"] if any(slot.pins for slot in slots) else []),
             *(["pinned blocks"] if self.pool.pinned() else []),
-            *(["tracked"] if self.half._tracked or self.half._loads or self.half.saves else []),
+            *(["tracked"] if self.half._tracked else []),
+            *(["under way"] if self.half.loads._by_ident or self.half.saves else []),
         ]

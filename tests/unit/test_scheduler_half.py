@@ -286,4 +286,4 @@ def test_one_report_that_fails_does_not_lose_the_others(
         bench.half.report(told, [loading.request_id], ())
     assert not bench.half.pending_stores()
     assert bench.pool.pinned() == 0
-    assert not bench.half._loads
+    assert not bench.half.loads.between_steps()
