@@ -48,10 +48,20 @@ demo: build models ## See a prompt restored after a restart, on any machine
 
 test: lint build stubtest test-rust test-python ## Everything that has to pass before a change lands
 
-bench: bench-setup build ## Measure the core (and vLLM where there is a GPU)
-	cargo bench --locked --package lakecache-bench
-	@$(BIN)/python -m pytest -m bench --timeout=0 tests || \
-	    { [ $$? -eq 5 ] && echo "bench: there are no Python benches yet"; }
+# LAKECACHE_BENCH_QUICK=1: a few minutes, which shows that all of it runs and measures nothing.
+# LAKECACHE_BENCH_DIR: where the files go, on the disk to be measured.
+QUICK := $(filter-out 0,$(LAKECACHE_BENCH_QUICK))
+BENCH_RECORD := $(CURDIR)/.bench
+bench: export LAKECACHE_BENCH_RECORD := $(BENCH_RECORD)
+bench: bench-setup build models ## Measure the core, its bindings and cold requests of vLLM
+	@rm -rf $(BENCH_RECORD) && mkdir -p $(BENCH_RECORD)
+	cargo bench --locked --package lakecache-bench -- --noplot \
+	    $(if $(QUICK),--warm-up-time 0.1 --measurement-time 0.2 --sample-size 10)
+	$(BIN)/python -m pytest -m bench --timeout=0 --benchmark-columns=min,median,iqr,rounds \
+	    --benchmark-json=$(BENCH_RECORD)/python.json \
+	    $(if $(QUICK),--benchmark-max-time=0.05 --benchmark-min-rounds=2) benches/python
+	@$(if $(QUICK),true,$(BIN)/python benches/_record.py core $(BENCH_RECORD))
+	$(BIN)/python benches/bench_cold_overhead.py
 
 bench-setup:
 	@python=$$(scripts/prerequisites.sh) && "$$python" scripts/setup_env.py --bench --venv $(VENV) --python "$$python"
@@ -88,4 +98,4 @@ format: setup ## Format all sources
 	$(BIN)/ruff check --fix $(wildcard $(PYTHON_FOLDERS))
 
 clean: ## Remove what was built (not .venv and .models)
-	rm -rf target .pytest_cache .mypy_cache .ruff_cache python/lakecache/*.so
+	rm -rf target .bench .pytest_cache .mypy_cache .ruff_cache python/lakecache/*.so

@@ -87,8 +87,9 @@ def run(
 class Environment:
     """The virtual environment and the steps that fill it."""
 
-    def __init__(self, path: Path, python: str) -> None:
+    def __init__(self, path: Path, python: str, *, bench: bool = False) -> None:
         self.path = path
+        self.bench = bench
         self.base_python = python
         self.python = path / "bin" / "python"
         self.state = path / STATE
@@ -96,9 +97,9 @@ class Environment:
     def steps(self) -> list[Step]:
         scripts = ROOT / "scripts"
         standins, alias = scripts / "cuda_standins.py", scripts / "vllm_alias.py"
-        names = ("bootstrap", "torch", "vllm", "dev", "triton")
+        names = ("bootstrap", "torch", "vllm", "dev", "triton", "bench")
         lock = {name: LOCKS / f"{name}.txt" for name in names}
-        return [
+        steps = [
             Step("uv", (lock["bootstrap"],), self._install_uv),
             Step("dev", (lock["dev"],), lambda: self._install(lock["dev"])),
             Step("torch", (lock["torch"],), lambda: self._install(lock["torch"])),
@@ -108,20 +109,27 @@ class Environment:
             Step("triton", (lock["triton"],), lambda: self._install_beside(lock["triton"])),
             Step("check", (lock["torch"], lock["vllm"], standins), self._check),
         ]
+        if self.bench:
+            steps.append(Step("bench", (lock["bench"],), lambda: self._install(lock["bench"])))
+        return steps
 
     def key(self) -> str:
         """What a complete environment was made from."""
         return digest([path for step in self.steps() for path in step.inputs])
 
+    def complete_mark(self) -> Path:
+        """The file that says so; with benches it is another one, so neither undoes the other."""
+        return self.state / ("complete-bench" if self.bench else "complete")
+
     def is_complete(self) -> bool:
-        mark = self.state / "complete"
+        mark = self.complete_mark()
         return self.python.exists() and mark.exists() and mark.read_text() == self.key()
 
     def make(self) -> None:
         if self.is_complete():
             return
         self._create()
-        (self.state / "complete").unlink(missing_ok=True)
+        self.complete_mark().unlink(missing_ok=True)
         for step in self.steps():
             mark, want = self.state / step.name.replace(" ", "-"), digest(step.inputs)
             if mark.exists() and mark.read_text() == want:
@@ -131,7 +139,7 @@ class Environment:
             step.action()
             mark.write_text(want)
             print(f"setup: {step.name}: {time.monotonic() - started:.1f} s", flush=True)
-        (self.state / "complete").write_text(self.key())
+        self.complete_mark().write_text(self.key())
 
     def _create(self) -> None:
         usable = self.state.exists() and self.python.exists()
@@ -217,19 +225,30 @@ def has_library(name: str) -> bool:
 
 
 def install_system_packages(*, bench: bool) -> None:
-    """libnuma for vLLM's CPU kernels, fio for benches: by apt where that is allowed."""
+    """libnuma for vLLM's CPU kernels, fio for benches: by apt where that is allowed.
+
+    Without fio the benches run, and say that they had nothing to compare with.
+    """
     missing = [] if has_library("libnuma.so.1") else ["libnuma1"]
-    if bench and shutil.which("fio") is None:
-        missing.append("fio")
-    if not missing:
+    wanted = ["fio"] if bench and shutil.which("fio") is None else []
+    if not missing and not wanted:
         return
-    names = " ".join(missing)
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise SetupError(f"missing system packages; install them first (Debian: {names})")
+        if missing:
+            names = " ".join(missing + wanted)
+            raise SetupError(f"missing system packages; install them first (Debian: {names})")
+        print("setup: fio is not installed; reads will not be compared with it", flush=True)
+        return
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
-    run([*apt, "update"], limit_s=300, attempts=3, env=env)
-    run([*apt, "install", "--no-install-recommends", *missing], limit_s=300, attempts=2, env=env)
+    try:
+        run([*apt, "update"], limit_s=300, attempts=3, env=env)
+        run([*apt, "install", "--no-install-recommends", *missing, *wanted],
+            limit_s=300, attempts=2, env=env)  # fmt: skip
+    except SetupError:
+        if missing:
+            raise
+        print("setup: fio cannot be installed; reads will not be compared with it", flush=True)
 
 
 def main() -> int:
@@ -241,7 +260,8 @@ def main() -> int:
     try:
         with only_one(ROOT / ".ci-cache" / "setup.lock", limit_s=1800):
             install_system_packages(bench=options.bench)
-            Environment(options.venv.absolute(), options.python).make()
+            venv = options.venv.absolute()
+            Environment(venv, options.python, bench=options.bench).make()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,9 @@
 //! plainest good reader there is: 16 threads, each reading one file at a time with direct I/O.
 //!
 //! All take turns in one run, so that a noisy disk is as noisy to each; medians of 9. `fio`, where
-//! installed, reads the same files with the engine's block size and depth, without a checksum.
+//! installed, reads the same files with the engine's block size and depth, without a checksum. Its
+//! buffers are registered before its clock starts (else it would measure page faults), and every
+//! reader reads the files several times over, because a run of a tenth of a second measures chance.
 //! `LAKECACHE_BENCH_DIR` is where the files go, on the disk to be measured.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark reports and may fail")]
 
@@ -14,6 +16,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use crc_fast::{CrcAlgorithm, checksum};
+use lakecache_bench::{quick, record};
 use lakecache_core::io::{
     Engine, EngineChoice, EngineOptions, Priority, ReadOutcome, ReadRequest, Segment, open_engine,
 };
@@ -24,6 +27,8 @@ use lakecache_core::sys::map::Mapping;
 const MIB: u64 = 1 << 20;
 const TOTAL: u64 = 252 * MIB;
 const ROUNDS: usize = 9;
+/// How often a run reads all files.
+const PASSES: u64 = 4;
 const PLAIN_THREADS: usize = 16;
 
 /// Objects of one size, and memory for all of them.
@@ -110,26 +115,34 @@ impl Set {
         });
     }
 
-    /// `fio`'s own figure in bytes per second.
-    fn by_fio(&self) -> Option<f64> {
+    /// `fio`'s own figure in bytes per second. Its buffers can't be registered everywhere.
+    fn by_fio(&self, registered: bool) -> Result<f64, String> {
         // Names alone, in their directory: fio takes a short list only.
         let names: Vec<_> =
             self.paths.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         let total = self.bytes * names.len() as u64;
+        let options = EngineOptions::default();
         let output = Command::new("fio")
             .current_dir(self.paths[0].parent().unwrap())
             .args(["--minimal", "--readonly", "--name=cold", "--rw=read", "--direct=1"])
-            .args(["--bs=1M", "--iodepth=64", "--ioengine=io_uring", "--invalidate=0"])
-            .args(["--file_service_type=sequential", "--openfiles=64"])
+            .args(["--ioengine=io_uring", "--invalidate=0", "--file_service_type=sequential"])
+            .arg(format!("--openfiles={}", names.len()))
+            .arg(format!("--bs={}", options.piece_bytes))
+            .arg(format!("--iodepth={}", options.bytes_in_flight / u64::from(options.piece_bytes)))
+            .arg(format!("--fixedbufs={}", u8::from(registered)))
             .arg(format!("--filename={}", names.join(":")))
             .arg(format!("--size={total}"))
+            .arg(format!("--loops={PASSES}"))
             .output()
-            .ok()?;
+            .map_err(|error| format!("cannot be run ({error})"))?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let fields: Vec<&str> = text.lines().last()?.split(';').collect();
+        let fields: Vec<&str> = text.lines().last().unwrap_or_default().split(';').collect();
         // KiB read, and KiB per second.
-        assert_eq!(fields.get(5)?.parse::<u64>().ok()?, total / 1024, "fio read something else");
-        Some(fields.get(6)?.parse::<f64>().ok()? * 1024.0)
+        let field = |at: usize| fields.get(at).and_then(|field| field.parse::<f64>().ok());
+        match (field(5), field(6)) {
+            (Some(read), Some(speed)) if read as u64 == PASSES * total / 1024 => Ok(speed * 1024.0),
+            _ => Err(format!("{text}{}", String::from_utf8_lossy(&output.stderr))),
+        }
     }
 }
 
@@ -164,46 +177,95 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn measure(name: &str, set: &Set, engines: &[(&str, Arc<dyn Engine>)], together: bool) {
-    let objects = if together { set.paths.len() } else { 1 };
-    let mut runs: Vec<Vec<(f64, f64)>> = vec![Vec::new(); engines.len() + 1];
-    let mut fio = Vec::new();
-    for round in 0..ROUNDS {
+/// Which fio runs, if any: with registered buffers where it may.
+fn usable_fio(set: &Set) -> Option<bool> {
+    match set.by_fio(true).and(Ok(true)).or_else(|_| set.by_fio(false).and(Ok(false))) {
+        Ok(registered) => Some(registered),
+        Err(error) => {
+            println!("fio {error}: compared with plain threads alone");
+            None
+        }
+    }
+}
+
+fn measure(
+    name: &str,
+    set: &Set,
+    engines: &[(&str, Arc<dyn Engine>)],
+    fio: Option<bool>,
+    together: bool,
+) -> String {
+    let (objects, passes) = if together { (set.paths.len(), PASSES) } else { (1, 1) };
+    let total = (objects as u64 * set.bytes * passes) as f64;
+    let mut names: Vec<&str> = engines.iter().map(|engine| engine.0).collect();
+    names.push("16 plain threads");
+    let own = names.len();
+    if together && fio.is_some() {
+        names.push("fio, no checksum");
+    }
+    // Seconds and CPU seconds; fio's processor time is not measured.
+    let mut runs: Vec<Vec<(f64, f64)>> = vec![Vec::new(); names.len()];
+    for round in 0..if quick() { 3 } else { ROUNDS } {
         // Each round begins with another reader; a lone object is another one in each round.
         let first = if together { 0 } else { round % set.paths.len() };
         let range = first..first + objects;
-        for turn in 0..runs.len() {
-            let reader = (round + turn) % runs.len();
-            let run = match engines.get(reader) {
-                Some((_, engine)) => timed(|| set.by_engine(&**engine, range.clone())),
-                None => timed(|| set.by_threads(range.clone())),
+        for turn in 0..names.len() {
+            let reader = (round + turn) % names.len();
+            let run = if reader >= own {
+                let speed = set.by_fio(fio == Some(true)).unwrap();
+                (total / speed, f64::NAN)
+            } else {
+                timed(|| {
+                    for _ in 0..passes {
+                        match engines.get(reader) {
+                            Some((_, engine)) => set.by_engine(&**engine, range.clone()),
+                            None => set.by_threads(range.clone()),
+                        }
+                    }
+                })
             };
             runs[reader].push(run);
         }
-        if together {
-            fio.extend(set.by_fio());
+    }
+    report(name, total, &names, &runs, engines.len())
+}
+
+/// Prints a table, and gives it as JSON. The reader number `plain` is what each is compared with;
+/// beside it stands the faster of that and fio. Ratios are medians over the rounds.
+fn report(
+    name: &str,
+    total: f64,
+    names: &[&str],
+    runs: &[Vec<(f64, f64)>],
+    plain: usize,
+) -> String {
+    let speed = |reader: usize| total / median(runs[reader].iter().map(|run| run.0)) / 1e9;
+    let rounds = runs[plain].len();
+    let best = (plain..names.len()).max_by(|&a, &b| speed(a).total_cmp(&speed(b))).unwrap();
+    let ratio = |reader: usize, other: usize| {
+        median((0..rounds).map(|round| runs[other][round].0 / runs[reader][round].0))
+    };
+    let mut rows = Vec::new();
+    for (reader, what) in names.iter().enumerate() {
+        let cpu = median(runs[reader].iter().map(|run| run.1)) * 1e12 / total;
+        let (gbs, of_plain, of_best) = (speed(reader), ratio(reader, plain), ratio(reader, best));
+        print!("{name:>22}  {what:<22} {gbs:6.2} GB/s  {of_plain:5.2} of plain");
+        print!("  {of_best:5.2} of {}", names[best]);
+        if !cpu.is_nan() {
+            print!("  {cpu:6.0} CPU ms/GB");
         }
+        println!();
+        let speeds: Vec<String> =
+            runs[reader].iter().map(|run| format!("{:.3}", total / run.0 / 1e9)).collect();
+        rows.push(format!(
+            r#"{{"cell": "{name}", "reader": "{what}", "gb_s": {gbs:.3}, "of_plain": {of_plain:.3}, "#
+        ) + &format!(
+            r#""of_best": {of_best:.3}, "best": "{}", "rounds_gb_s": [{}]}}"#,
+            names[best],
+            speeds.join(", ")
+        ));
     }
-    let total = f64::from(u32::try_from(objects as u64 * set.bytes).unwrap());
-    let speed = |runs: &[(f64, f64)]| total / median(runs.iter().map(|run| run.0)) / 1e9;
-    let plain = speed(&runs[engines.len()]);
-    let names = engines.iter().map(|engine| engine.0).chain(["16 plain threads"]);
-    for (reader, runs) in names.zip(&runs) {
-        println!(
-            "{name:>22}  {reader:<22} {:6.2} GB/s  {:5.2} of plain  {:6.0} CPU ms/GB",
-            speed(runs),
-            speed(runs) / plain,
-            median(runs.iter().map(|run| run.1)) * 1e12 / total
-        );
-    }
-    if !fio.is_empty() {
-        let fio = median(fio.into_iter()) / 1e9;
-        println!(
-            "{name:>22}  {:<22} {fio:6.2} GB/s  {:5.2} of plain",
-            "fio, no checksum",
-            fio / plain
-        );
-    }
+    rows.join(",\n")
 }
 
 fn main() {
@@ -235,15 +297,18 @@ fn main() {
             Err(error) => println!("{name}: {error}"),
         }
     }
+    let mut cells = Vec::new();
     for mib in [1, 8, 28] {
         let set = Set::new(dir.path(), mib, &arena);
-        measure(&format!("{mib} MiB, one alone"), &set, &engines, false);
+        let fio = usable_fio(&set);
+        cells.push(measure(&format!("{mib} MiB, one alone"), &set, &engines, fio, false));
         let name = format!("{mib} MiB x {}, at once", set.paths.len());
-        measure(&name, &set, &engines, true);
+        cells.push(measure(&name, &set, &engines, fio, true));
         for path in &set.paths {
             file::unlink(path).unwrap();
         }
     }
+    record("cold_read", &format!("[\n{}\n]", cells.join(",\n")));
     for (_, engine) in &engines {
         engine.shutdown(Duration::from_secs(10));
     }

@@ -1,4 +1,7 @@
 //! What several benchmarks share.
+//!
+//! `LAKECACHE_BENCH_QUICK=1` cuts the rounds of those that have their own clock;
+//! `LAKECACHE_BENCH_RECORD` is a directory into which they write what they print, as JSON.
 
 use std::time::Duration;
 
@@ -22,6 +25,23 @@ pub fn arena(entries: u32, data_bytes: u64) -> Option<Arena> {
         std::thread::sleep(Duration::from_millis(1));
     }
     None
+}
+
+/// Whether it is enough that everything runs.
+pub fn quick() -> bool {
+    std::env::var("LAKECACHE_BENCH_QUICK").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
+        || std::env::args().any(|argument| argument == "--test")
+}
+
+/// Writes a bench's result, which is JSON, where the caller wants one.
+///
+/// # Panics
+/// Where the file can't be written.
+pub fn record(bench: &str, json: &str) {
+    if let Some(directory) = std::env::var_os("LAKECACHE_BENCH_RECORD") {
+        let path = std::path::Path::new(&directory).join(format!("{bench}.json"));
+        std::fs::write(&path, json).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
 }
 
 /// The `n`-th key.

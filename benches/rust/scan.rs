@@ -7,19 +7,26 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use lakecache_bench::disk::{open, open_unscanned, store_objects};
+use lakecache_bench::{quick, record};
 
 const ROUNDS: usize = 5;
 
 fn main() {
-    let count = if std::env::args().any(|argument| argument == "--test") { 100 } else { 100_000 };
+    let count = if quick() { 1_000 } else { 100_000 };
     let dir = std::env::var_os("LAKECACHE_BENCH_DIR")
         .map_or_else(|| tempfile::tempdir().unwrap(), |dir| tempfile::tempdir_in(dir).unwrap());
     let store = open(dir.path());
     store_objects(&store, 0..count);
     store.close();
     drop(store);
-    println!("{count} objects, with the list: {:?}", median(dir.path(), true));
-    println!("{count} objects, headers only:  {:?}", median(dir.path(), false));
+    let (listed, headers) = (median(dir.path(), true), median(dir.path(), false));
+    println!("{count} objects, with the list: {listed:?}");
+    println!("{count} objects, headers only:  {headers:?}");
+    let (listed, headers) = (listed.as_secs_f64(), headers.as_secs_f64());
+    let json = format!(
+        r#"{{"objects": {count}, "with_list_s": {listed:.6}, "headers_only_s": {headers:.6}}}"#
+    );
+    record("scan", &json);
 }
 
 fn median(dir: &Path, listed: bool) -> Duration {

@@ -68,6 +68,24 @@ def test_a_changed_lock_file_makes_it_incomplete(steps):
     assert log == ["one", "two", "three"]
 
 
+def test_benches_add_a_step_and_leave_the_rest_complete(tmp_path):
+    plain, bench = (
+        setup_env.Environment(tmp_path, sys.executable, bench=bench) for bench in (False, True)
+    )
+    names = [[step.name for step in one.steps()] for one in (plain, bench)]
+    assert names[1] == [*names[0], "bench"]
+    assert plain.complete_mark() != bench.complete_mark()
+
+
+def test_a_machine_without_fio_is_told_and_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(setup_env, "has_library", lambda _: True)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: None)
+    setup_env.install_system_packages(bench=True)
+    assert "fio is not installed" in capsys.readouterr().out
+    setup_env.install_system_packages(bench=False)
+    assert not capsys.readouterr().out
+
+
 def test_a_command_is_bounded_and_its_output_shown(capfd):
     started = time.monotonic()
     with pytest.raises(setup_env.SetupError, match="sleep"):
