@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(name: str, results: Any, command: Sequence[str] | None = None) -> Path:
-    """Write a record and say where."""
+    """Write a record, in the place of the last one, and say where."""
     now = datetime.datetime.now(datetime.UTC)
     record = {
         "bench": name,
@@ -55,7 +55,7 @@ def write(name: str, results: Any, command: Sequence[str] | None = None) -> Path
         "results": results,
     }
     RECORDS.mkdir(exist_ok=True)
-    path = RECORDS / f"{name}-{now:%Y-%m-%d}.json"
+    path = RECORDS / f"{name}-cpu.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path.relative_to(ROOT)}")
     return path
