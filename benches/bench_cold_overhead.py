@@ -198,12 +198,12 @@ def main() -> None:
         for length in map(int, options.lengths.split(",")):
             rounds = measure(server, length, options.pairs, seed=length)
             found.append(summary(length, rounds))
-            print(f"{length} tokens measured", flush=True)
+            show(found[-1:])
+            # After each length, so that a run cut short leaves what it has.
+            if not options.no_record:
+                setting = {"model": Path(options.model).name, "dtype": options.dtype, "threads": 1}
+                _record.write("cold_overhead", {"setting": setting, "lengths": found})
         server.close()
-    show(found)
-    if not options.no_record:
-        setting = {"model": Path(options.model).name, "dtype": options.dtype, "threads": 1}
-        _record.write("cold_overhead", {"setting": setting, "lengths": found})
 
 
 if __name__ == "__main__":

@@ -138,9 +138,10 @@ impl Set {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let fields: Vec<&str> = text.lines().last().unwrap_or_default().split(';').collect();
         // KiB read, and KiB per second.
-        let field = |at: usize| fields.get(at).and_then(|field| field.parse::<f64>().ok());
-        match (field(5), field(6)) {
-            (Some(read), Some(speed)) if read as u64 == PASSES * total / 1024 => Ok(speed * 1024.0),
+        let read = fields.get(5).and_then(|field| field.parse::<u64>().ok());
+        let speed = fields.get(6).and_then(|field| field.parse::<f64>().ok());
+        match (read, speed) {
+            (Some(read), Some(speed)) if read == PASSES * total / 1024 => Ok(speed * 1024.0),
             _ => Err(format!("{text}{}", String::from_utf8_lossy(&output.stderr))),
         }
     }
@@ -196,7 +197,8 @@ fn measure(
     together: bool,
 ) -> String {
     let (objects, passes) = if together { (set.paths.len(), PASSES) } else { (1, 1) };
-    let total = (objects as u64 * set.bytes * passes) as f64;
+    let mib = u32::try_from(objects as u64 * set.bytes * passes / MIB).unwrap();
+    let total = f64::from(mib) * f64::from(1 << 20);
     let mut names: Vec<&str> = engines.iter().map(|engine| engine.0).collect();
     names.push("16 plain threads");
     let own = names.len();
