@@ -54,7 +54,7 @@ class Engine:
         settings.setdefault("block_size", BLOCK)
         settings.setdefault("max_num_seqs", 16)
         self.llm = LLM(
-            enforce_eager=True, max_model_len=2048,
+            enforce_eager=True, max_model_len=settings.pop("max_model_len", 2048),
             kv_cache_memory_bytes=settings.pop("kv_bytes", 64 << 20), **settings,
         )  # fmt: skip
         self.core = self.llm.llm_engine.engine_core.engine_core
