@@ -30,6 +30,8 @@ GIB = 1 << 30
 # A bare "8" is far more often meant as 8 GiB than as 8 bytes.
 SMALLEST_SIZE_BYTES = 1 << 20
 LARGEST_SIZE_BYTES = 1 << 56
+# Characters of a wrong value in an error.
+LONGEST_SHOWN = 100
 
 _UNITS = {
     "": 1,
@@ -130,7 +132,10 @@ def _unknown_key(key: str, known: tuple[str, ...]) -> str:
 
 
 def _wrong(key: str, value: object, wanted: str) -> str:
-    return f"{key} is {value!r}; it must be {wanted}. Change {key} in kv_connector_extra_config."
+    shown = repr(value)
+    if len(shown) > LONGEST_SHOWN:
+        shown = f"{shown[:LONGEST_SHOWN]}..."
+    return f"{key} is {shown}; it must be {wanted}. Change {key} in kv_connector_extra_config."
 
 
 def _directory(key: str, value: object) -> str:
@@ -139,7 +144,10 @@ def _directory(key: str, value: object) -> str:
     if "\0" in value:
         raise ConfigError(_wrong(key, value, "a path without a NUL character"))
     # Absolute now: engine, scheduler and workers may run in different working directories.
-    return str(Path(value).expanduser().absolute())
+    try:
+        return str(Path(value).expanduser().absolute())
+    except RuntimeError:
+        raise ConfigError(_wrong(key, value, "a path whose ~ stands for a known user")) from None
 
 
 def _optional_directory(key: str, value: object) -> str | None:
