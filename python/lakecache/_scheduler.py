@@ -488,6 +488,8 @@ class SchedulerHalf:
             self.counts["loads_failed"] += 1
             if tracked is not None:
                 tracked.failures += 1
+                # It is computed now, so what turned out to be lost can be stored anew.
+                tracked.next_save = -1
         if load.lease is not None:
             load.lease.close()
         if self.policy is not None:

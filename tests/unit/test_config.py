@@ -65,6 +65,7 @@ def test_unknown_key_names_the_nearest() -> None:
         ("chunk_size", "256", "from 1"),
         ("verify_load", 1, '"on" or "off"'),
         ("cache_dir", "", "path of a directory"),
+        ("cache_dir", "~nobody-of-this-name/x", "known user"),
         ("disk_capacity_bytes", 0, "unset for no limit"),
     ],
 )
@@ -73,6 +74,34 @@ def test_bad_values(key: str, value: object, hint: str) -> None:
         CacheConfig.from_extra_config({key: value})
     assert key in str(caught.value)
     assert hint in str(caught.value)
+
+
+def test_a_long_value_is_not_repeated_at_length() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig.from_extra_config({"io_engine": "x" * 5000})
+    assert "'xxx" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+WRONG = [
+    1, -1, 0, 1.5, float("nan"), float("inf"), True, None, "", "x", [], {}, b"x", ["a"], "1e9",
+    "-5GiB", "\0", "~nobody-of-this-name", 10**30, "9" * 400 + "GiB", "1." + "9" * 400 + "GiB",
+]  # fmt: skip
+
+
+def refusal(key: str, value: object) -> str | None:
+    try:
+        CacheConfig.from_extra_config({"cache_dir": "/x", "cpu_bytes": "8GiB", key: value})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("key", CacheConfig.__struct_fields__)
+def test_any_value_is_taken_or_refused_by_name(key: str) -> None:
+    refused = [text for value in WRONG if (text := refusal(key, value)) is not None]
+    assert len(refused) > len(WRONG) // 2
+    assert all(key in text for text in refused)
 
 
 def test_nothing_to_keep_anything_in() -> None:

@@ -287,3 +287,124 @@ def test_one_report_that_fails_does_not_lose_the_others(
     assert not bench.half.pending_stores()
     assert bench.pool.pinned() == 0
     assert not bench.half.loads.between_steps()
+
+
+def test_what_a_failed_load_lost_is_stored_anew(bench: Bench) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    lost = sorted(Path(bench.cache.pool.directory or "").glob("*.kv"))
+    for file in lost:
+        file.write_bytes(b"x" * 100)
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (255, True)
+    bench.allocate(request, 255)
+    bench.step()
+    bench.half.report(None, [request.request_id], [request.request_id])
+    # vLLM asks again from the beginning. Only the first file was read, and is known to be bad.
+    assert bench.half.matched(request, 0) == (0, False)
+    bench.allocate(request, 0)
+    plan = bench.step(request, 256)
+    assert plan.stores
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_preempted_while_its_chunks_are_saved(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    plan = bench.step(request, 200)
+    assert len(plan.stores) == 3
+    assert bench.pool.pinned() == 6
+    # vLLM takes the blocks away; the pins keep them until they are copied.
+    request.num_computed_tokens = 0
+    assert bench.half.matched(request, 0) == (0, False)
+    assert bench.step() is IDLE
+    assert bench.pool.pinned() == 6
+    assert bench.half.pending_stores()
+    bench.acknowledge(plan)
+    assert bench.pool.pinned() == 0
+    # It comes back, and finds its own beginning.
+    assert bench.half.matched(request, 0) == (192, True)
+    bench.allocate(request, 192)
+    plan = bench.step()
+    assert len(plan.chunks) == 3
+    bench.half.report(None, [request.request_id], ())
+    request.num_computed_tokens = 192
+    bench.allocate(request, 0)
+    plan = bench.step(request, 64)
+    assert len(plan.stores) == 1
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_allocation_fails_and_is_tried_again(bench: Bench) -> None:
+    """Between its lookups the request holds what was promised, whatever is evicted meanwhile."""
+    bench.store(256)
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (255, True)
+    bench.cache.clear_memory()
+    for file in Path(bench.cache.pool.directory or "").glob("*.kv"):
+        file.unlink()
+    for _ in range(3):
+        assert bench.half.matched(request, 0) == (255, True)
+        assert bench.step() is IDLE
+    bench.allocate(request, 255)
+    plan = bench.step()
+    assert len(plan.chunks) == 4
+    assert plan.failed == []
+    bench.half.report(None, [request.request_id], ())
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_aborted_between_lookup_and_allocation(bench: Bench) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    bench.cache.pool.polls_pending = 1_000_000
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (None, False)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+    assert bench.step() is IDLE
+
+
+def test_reset_with_a_load_and_stores_under_way(bench: Bench) -> None:
+    bench.store(256)
+    loading, storing = Request(256), Request(256)
+    storing.block_hashes = [bytes([100 + i]) * 32 for i in range(8)]
+    bench.half.matched(loading, 0)
+    bench.allocate(loading, 255)
+    bench.allocate(storing, 0)
+    begun = bench.step(storing, 200)
+    assert len(begun.stores) == 3
+    assert bench.half.reset()
+    plan = bench.step(storing, 56)
+    # The load's bytes are of the old weights; the rest of the prompt is not saved as of the new.
+    assert plan.failed == [begun.loads[0][0]]
+    assert plan.stores == []
+    bench.acknowledge(begun)
+    bench.half.report(None, [loading.request_id], [loading.request_id])
+    assert not bench.half.pending_stores()
+    for request in (loading, storing):
+        assert bench.half.matched(request, 0) == (0, False)
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+    later = Request(256)
+    later.block_hashes = storing.block_hashes
+    assert bench.half.matched(later, 0) == (0, False)
+
+
+def test_a_failed_load_reports_once_and_ends(bench: Bench) -> None:
+    """Every failure path ends in one failed load, also when several come together."""
+    bench.store(256)
+    request = Request(256)
+    bench.half.matched(request, 0)
+    bench.allocate(request, 255)
+    bench.half.fail_load(request.request_id)
+    bench.half.fail_load(request.request_id)
+    bench.half.reset()
+    plan = bench.step()
+    assert len(plan.failed) == len(plan.loads) == 1
+    assert bench.step() is IDLE
