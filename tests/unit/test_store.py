@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,35 @@ StoreMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_store_machine = pytest.mark.slow(StoreMachine.TestCase)
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "longer", "pipe", "link", "directory"])
+@pytest.mark.timeout(60)
+def test_something_else_in_a_files_place(store, tmp_path, kind):
+    data = payload(9, 300_000)
+    assert store.put(b"key", data)
+    assert store.flush()
+    (file,) = (tmp_path / "cache").rglob("*.kv")
+    if kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "cut":
+        os.truncate(file, 5000)
+    elif kind == "longer":
+        os.truncate(file, file.stat().st_size + 4096)
+    else:
+        file.rename(tmp_path / "away")
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "link":
+            file.symlink_to(tmp_path / "away")
+        else:
+            file.mkdir()
+    store.clear_memory()
+    # A pipe that nobody writes to must not be waited for.
+    with store.lease_many([b"key"], timeout=5) as lease:
+        assert lease.found == [False]
+    # It is taken out of use, so that the object can be stored again.
+    assert store.lookup([b"key"]) == (0, 0)
+    assert store.put(b"key", data)
+    with store.lease_many([b"key"]) as lease:
+        assert lease.read(0) == data

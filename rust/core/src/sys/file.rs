@@ -77,12 +77,18 @@ pub fn open_or_create(path: &Path) -> Result<OwnedFd> {
         .map_err(|error| failed("opening", path, error))
 }
 
-/// Opens a file for reading; `None` where there is none.
+/// Opens a file for reading; `None` where there is none. A pipe in its place doesn't block.
 pub fn open_read(path: &Path, direct: bool) -> Result<Option<OwnedFd>> {
     check_direct(direct).map_err(|error| failed("opening", path, error))?;
-    let flags = libc::O_NOFOLLOW | if direct { libc::O_DIRECT } else { 0 };
+    let kept = if direct { libc::O_DIRECT } else { 0 };
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | kept;
     match OpenOptions::new().read(true).custom_flags(flags).open(path) {
-        Ok(file) => Ok(Some(file.into())),
+        Ok(file) => {
+            // io_uring would answer EAGAIN to reads that have to wait.
+            rustix::fs::fcntl_setfl(&file, OFlags::from_bits_retain(kept.cast_unsigned()))
+                .map_err(|error| Error::io(format!("opening {}", path.display()), error))?;
+            Ok(Some(file.into()))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed("opening", path, error)),
     }
