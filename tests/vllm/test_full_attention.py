@@ -81,7 +81,7 @@ def test_many_requests_and_little_memory(places: dict[str, str]) -> None:
             small.forget_gpu()
         assert small.connector.errors == 0
         assert not small.half._tracked
-        assert not small.half._loads
+        assert not small.half.loads.between_steps()
 
 
 def test_preemption(places: dict[str, str]) -> None:
@@ -114,7 +114,7 @@ def test_abort_leaks_nothing(cached: Engine) -> None:
         core.abort_request(inner, internal=True)
         cached.settle()
         assert not cached.half._tracked
-        assert not cached.half._loads
+        assert not cached.half.loads.between_steps()
         assert not cached.core.scheduler.requests
         cached.forget_gpu()
     assert difference(want, cached.generate([long])[0]) == 0

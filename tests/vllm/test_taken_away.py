@@ -76,4 +76,4 @@ def test_taken_away_while_running(places: dict[str, str]) -> None:
         assert [answer[2] for answer in answers(cached, prompts)] == [HIT] * 4
         assert cached.connector.errors == 0
         assert not cached.half._tracked
-        assert not cached.half._loads
+        assert not cached.half.loads.between_steps()
