@@ -96,7 +96,7 @@ def hybrid_shape() -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 64,
-        "linear_num_key_heads": 1,
+        "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,

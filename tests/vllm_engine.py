@@ -36,10 +36,11 @@ class Engine:
         from vllm import LLM
 
         connector = settings.pop("connector", "LakeCacheConnector")
+        module = "hybrid" if connector.startswith("Hybrid") else "connector"
         if extra is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": connector,
-                "kv_connector_module_path": "lakecache.connector",
+                "kv_connector_module_path": f"lakecache.{module}",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 # What is in the store is loaded, also where this tiny model computes faster.
