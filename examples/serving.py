@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TQDM_DISABLE": "1",
 }
-COUNTERS = ("memory_hits", "disk_hits", "disk_payload_reads", "stores")
+COUNTERS = ("memory_hits", "disk_hits", "disk_payload_reads", "promotions", "stores")
 WAIT_SECONDS = 60
 
 
@@ -64,11 +64,13 @@ class Server:
         found = self.llm.get_tokenizer().encode(text)
         return (found * (tokens // len(found) + 1))[:tokens]
 
-    def answer(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+    def answer(self, prompt: list[int], tokens: int, *, logprobs: int = 1) -> dict[str, Any]:
         """One request: its output, time to the first token, and the counters' growth."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs
+        )
         before = self.counters()
         first = None
         started = time.perf_counter()
@@ -94,6 +96,10 @@ class Server:
     def counters(self) -> dict[str, int]:
         found = {} if self.cache is None else self.cache.stats()
         return {name: int(found.get(name, 0)) for name in COUNTERS}
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the store has done since the last call."""
+        return [] if self.cache is None else list(self.cache.events())
 
     def settle(self) -> None:
         """Step until all saves are acknowledged, then wait until they are on disk."""

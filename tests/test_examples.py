@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,33 @@ def test_snapshot_of_real_kv(tiny_model, tmp_path):
     assert "layer 1" in run("kv_snapshot.py", "--model", str(tiny_model), *arguments)
     run("host_kv.py", "--kv-snapshot", file)
     run("demo.py", "--kv-snapshot", file)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_hybrid_demo(models, tmp_path):
+    pytest.importorskip("vllm")
+    model = models / "qwen35-moe-tiny"
+    if not (model / "config.json").exists():
+        pytest.skip(f"{model} is missing: make test makes it")
+    outputs = []
+    for mode in ("native", "checkpoint"):
+        outputs.append(tmp_path / f"{mode}.json")
+        arguments = ["--mode", mode, "--tokens", "100,300", "--prefix-match-unit", "16"]
+        said = run(
+            "hybrid_demo.py", "--model", str(model), *arguments,
+            "--tier-phases", "warm,cold,rewarm", "--full-logprobs",
+            "--cache-dir", str(tmp_path / "kv"), "--output", str(outputs[-1]),
+        )  # fmt: skip
+        assert "outputs equal, tiers as claimed" in said
+    native, checkpoint = (json.loads(file.read_text())["outputs"] for file in outputs)
+    assert [one["restored_tokens"] for one in checkpoint] == [96] * 3 + [288] * 3
+    for one, other in zip(native, checkpoint, strict=True):
+        assert one["restored_tokens"] == other["restored_tokens"]
+        # Over the whole vocabulary, and to the last bit.
+        assert one["full_logprobs"] == other["full_logprobs"]
+    compare = [sys.executable, str(ROOT / "tests" / "compare_outputs.py"), *map(str, outputs)]
+    assert subprocess.run(compare, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.vllm

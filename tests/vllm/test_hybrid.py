@@ -159,7 +159,7 @@ def test_abort_leaks_nothing(cached: Engine) -> None:
         llm.abort_request(list(cached.core.scheduler.requests), internal=True)
         cached.settle()
         assert not cached.half._tracked
-        assert not cached.half._loads
+        assert not cached.half.loads.between_steps()
         assert not cached.half._offers
         assert not cached.core.scheduler.requests
     cached.forget_gpu()
