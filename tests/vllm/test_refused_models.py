@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +87,15 @@ def test_windows_without_the_hybrid_manager_are_served(
     assert sentences == []
 
 
-def test_encoder_decoder(places: dict[str, str], made: Any) -> None:
+def test_encoder_decoder(
+    places: dict[str, str], made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM itself takes no connector there, and says so."""
+    if importlib.util.find_spec("blake3") is None:
+        # Only names the audio that vLLM profiles with.
+        stand_in = types.ModuleType("blake3")
+        monkeypatch.setattr(stand_in, "blake3", hashlib.sha256, raising=False)
+        monkeypatch.setitem(sys.modules, "blake3", stand_in)
     with (
         pytest.raises(Exception, match="Encoder-decoder models are not currently supported"),
         engine(places, model=made("encoder_decoder"), max_model_len=448, **SETTINGS),
