@@ -8,10 +8,12 @@ Real vLLM on the CPU, one engine, one thread. For each prompt, which is new:
 - cold    computed, with the connector: looked up, not found, saved
 - memory  found in memory
 - disk    found on disk, memory emptied; read with O_DIRECT
+- gpu     found by vLLM itself, in its own pages, without the connector: what no hit can beat
 
 `off` and `cold` change places from prompt to prompt, so a disturbance meets both, and every ratio
 is one of neighbours. Counters prove where each answer came from; another source is an error.
-Besides the time (which a busy machine blurs) stands the processor time of the engine's thread.
+Beside the time, which a busy machine blurs, stands the time without what the engine's thread spent
+waiting for a processor (`alone`), and the processor time of that thread.
 `LAKECACHE_BENCH_QUICK=1` takes two prompts of each length; `LAKECACHE_BENCH_DIR` is where the files
 go.
 """
@@ -24,6 +26,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,16 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "python")]
 from serving import Server  # noqa: E402
 
 TOKENS = 8
-SOURCES = {"off": "computed", "cold": "computed", "memory": "memory", "disk": "disk"}
+SOURCES = {
+    "off": "computed", "cold": "computed", "memory": "memory", "disk": "disk", "gpu": "gpu",
+}  # fmt: skip
 COLD_BAR = 1.02
+
+
+def queued() -> float:
+    """Seconds that this thread has waited for a processor, ready to run."""
+    text = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    return int(text.split()[1]) / 1e9
 
 
 class Switched(Server):
@@ -72,10 +83,11 @@ class Switched(Server):
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        self.forget_pages()
-        self.connect(case != "off")
+        if case != "gpu":
+            self.forget_pages()
+        self.connect(case not in ("off", "gpu"))
         before, first = self.counters(), None
-        started, thread = time.perf_counter(), time.thread_time()
+        started, thread, waited = time.perf_counter(), time.thread_time(), queued()
         whole = time.process_time()
         self.engine.add_request(f"{case} {started}", {"prompt_token_ids": prompt}, sampling)
         while self.engine.has_unfinished_requests():
@@ -83,6 +95,7 @@ class Switched(Server):
                 if first is None and done.outputs and done.outputs[0].token_ids:
                     first = time.perf_counter() - started
                     first_thread = time.thread_time() - thread
+                    first_queued = queued() - waited
         total = time.perf_counter() - started
         grown = {name: value - before[name] for name, value in self.counters().items()}
         self.settle()
@@ -94,12 +107,14 @@ class Switched(Server):
             "computed": not restored and not grown["memory_hits"] and not grown["disk_hits"],
             "memory": restored and grown["memory_hits"] and not grown["disk_payload_reads"],
             "disk": restored and grown["disk_payload_reads"] and not grown["memory_hits"],
+            "gpu": restored and not grown["memory_hits"] and not grown["disk_hits"],
         }
         if not proved[expected]:
             raise SystemExit(f"{case}: {restored} tokens restored, counted {grown}")
         return {
-            "ttft": first, "total": total, "ttft_thread": first_thread, "process": whole,
-            "restored": restored, "tokens": list(done.outputs[0].token_ids),
+            "ttft": first, "total": total, "ttft_alone": first - first_queued,
+            "ttft_thread": first_thread, "process": whole, "restored": restored,
+            "tokens": list(done.outputs[0].token_ids),
         }  # fmt: skip
 
 
@@ -111,7 +126,7 @@ def measure(server: Switched, length: int, pairs: int, seed: int) -> list[dict[s
         prompt = [chance.randrange(vocabulary // 2) for _ in range(length)]
         order = ["off", "cold"] if number % 2 else ["cold", "off"]
         asked = {}
-        for case in [*order, "memory", "disk"]:
+        for case in [*order, "memory", "disk", "gpu"]:
             if case == "disk":
                 server.forget_memory()
             asked[case] = server.ask(prompt, case)
@@ -128,7 +143,7 @@ def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     for case in SOURCES:
         cells[case] = {"restored_tokens": rounds[0][case]["restored"]}
-        for what in ("ttft", "total", "ttft_thread", "process"):
+        for what in ("ttft", "ttft_alone", "total", "ttft_thread", "process"):
             values = [one[case][what] for one in rounds]
             ratios = [one[case][what] / one["off"][what] for one in rounds]
             cells[case][what] = {
@@ -141,21 +156,21 @@ def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    print(f"{'tokens':>6} {'case':<7} {'restored':>8} {'TTFT ms':>9} {'of off':>7} "
-          f"{'95 % interval':>15} {'request ms':>10} {'of off':>7} {'95 % interval':>15} "
+    """Print the table: medians in milliseconds, and ratios to `off` with their intervals."""
+    print(f"{'tokens':>6} {'case':<7} {'restored':>8} {'TTFT':>8} {'of off, 95 %':>22} "
+          f"{'alone':>8} {'of off, 95 %':>22} {'request':>8} {'of off, 95 %':>22} "
           f"{'thread':>7} {'process':>7}")  # fmt: skip
     for one in found:
         for case, cell in one["cells"].items():
-            ttft, total = cell["ttft"], cell["total"]
-            spans = ["{1:.3f} .. {2:.3f}".format(*part["of_off"]) for part in (ttft, total)]
-            print(f"{one['tokens']:>6} {case:<7} {cell['restored_tokens']:>8} "
-                  f"{ttft['median_ms']:>9.1f} {ttft['of_off'][0]:>7.3f} {spans[0]:>15} "
-                  f"{total['median_ms']:>10.1f} {total['of_off'][0]:>7.3f} {spans[1]:>15} "
-                  f"{cell['ttft_thread']['of_off'][0]:>7.3f} "
-                  f"{cell['process']['of_off'][0]:>7.3f}")  # fmt: skip
+            print(f"{one['tokens']:>6} {case:<7} {cell['restored_tokens']:>8}", end=" ")
+            for what in ("ttft", "ttft_alone", "total"):
+                ratio = "{:.3f} ({:.3f} .. {:.3f})".format(*cell[what]["of_off"])
+                print(f"{cell[what]['median_ms']:>8.1f} {ratio:>22}", end=" ")
+            print(*(f"{cell[what]['of_off'][0]:>7.3f}" for what in ("ttft_thread", "process")))
     print(
-        "(thread, process: processor time of the engine's thread until the first token, and of the "
-        f"process until all is on disk, as a ratio to off; {TOKENS} tokens made)"
+        "(alone: TTFT without waiting for a processor; thread, process: ratios of processor time, "
+        "of the engine's thread until the first token and of the process until all is on disk; "
+        f"{TOKENS} tokens made)"
     )
     for one in found:
         cold = one["cells"]["cold"]["ttft"]["of_off"]
@@ -166,7 +181,7 @@ def show(found: list[dict[str, Any]]) -> None:
         print(
             f"{one['tokens']} tokens: cold {percent[0]} ({within} {(COLD_BAR - 1):.0%}; interval "
             f"{percent[1]} .. {percent[2]}), hits {faster} than computing, "
-            f"{one['same_answers']} of {one['pairs']} prompts with the same four answers"
+            f"{one['same_answers']} of {one['pairs']} prompts with the same five answers"
         )
 
 
