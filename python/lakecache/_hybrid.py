@@ -81,6 +81,12 @@ class HybridSchedulerHalf(SchedulerHalf):
         tracked.local = local
         if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
             return 0, False
+        answer = self._lease_checkpoint(tracked, local)
+        # Before it cuts the prompt into steps: have vLLM keep the state here, too.
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, tracked.junction)
+        return answer
+
+    def _lease_checkpoint(self, tracked: Tracked, local: int) -> tuple[int | None, bool]:
         while tracked.short_leases < LOAD_ATTEMPTS and self._take_checkpoint(tracked, local):
             held = self._held(tracked)
             if held is None:
@@ -106,6 +112,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             return False
         per_block = self.block // self.unit
         found = self._cache.lookup_checkpoints(chunks, states, per_block, CANDIDATES)
+        tracked.junction = self._junction(tracked, local, chunks, found)
         chosen = self._choose_checkpoint(tracked, local, found)
         if chosen is None:
             return False
@@ -117,6 +124,17 @@ class HybridSchedulerHalf(SchedulerHalf):
         tracked.objects = need + 1
         tracked.end = local + (at + 1) * self.unit
         return True
+
+    def _junction(self, tracked: Tracked, local: int, chunks: bytes, found: list[Candidate]) -> int:
+        """Give where a stored prompt parts from this one, if there is no state yet; else 0.
+
+        vLLM sees that itself, and keeps a state there, for what it still has in its own cache.
+        """
+        deepest = local + (found[0][0] + 1) * self.unit if found else local
+        parts = local // self.block * self.block + self._cache.lookup(chunks)[0] * self.block
+        # From its last block boundary on, the prompt has states anyway.
+        last = self._last_boundary(tracked.request) // self.block * self.block
+        return parts if deepest < parts < last else 0
 
     def _choose_checkpoint(
         self, tracked: Tracked, local: int, found: list[Candidate]
@@ -341,7 +359,8 @@ class HybridSchedulerHalf(SchedulerHalf):
         if offer.tracked.next_save >= need:
             slot = self._cache.reserve(
                 offer.space, offer.key, offer.kind, offer.parent,
-                0, offer.boundary - 1,
+                # Deeper than its last chunk, which an eviction must find behind it.
+                0, offer.boundary,
                 self.ranks, self._bytes(offer.kind),
             )  # fmt: skip
         if slot is not None:

@@ -73,6 +73,7 @@ class Tracked:
         "failures",
         "first",
         "in_memory",
+        "junction",
         "kept",
         "keys",
         "lease",
@@ -104,9 +105,10 @@ class Tracked:
         self.next_save = -1
         # Of models with recurrent state: the keys of the states at every multiple of the hash
         # unit; where the leased checkpoint ends, its objects, and how often one was incomplete;
-        # and the deepest boundary whose state is stored, or was there.
+        # the deepest boundary whose state is stored, or was there; and where another prompt parts.
         self.states = b""
         self.end = 0
         self.objects = 0
         self.short_leases = 0
         self.kept = 0
+        self.junction = 0

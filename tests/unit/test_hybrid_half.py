@@ -217,6 +217,31 @@ def test_junctions_are_kept(bench: Bench) -> None:
     assert bench.hit(40) == 32
 
 
+def test_the_store_sees_where_prompts_part(bench: Bench) -> None:
+    bench.store(150, 144)
+    other = Request(150)
+    # The same up to 96 tokens and a bit.
+    other.block_hashes[6:] = [bytes([9, i]) * 16 for i in range(3)]
+    assert bench.half.matched(other, 0) == (0, False)
+    assert other.shared_prefix_boundary == 96
+    # The scheduler looks anew in each step, and forgets what we said.
+    other.shared_prefix_boundary = 0
+    assert bench.half.matched(other, 64) == (0, False)
+    assert other.shared_prefix_boundary == 96
+    # What vLLM itself saw further on stays.
+    other.shared_prefix_boundary = 128
+    assert bench.half.matched(other, 0) == (0, False)
+    assert other.shared_prefix_boundary == 128
+    bench.finish(other)
+    # With a state of its own there, or where the prompt ends anyway, there is none to add.
+    for tokens in (150, 100):
+        same = Request(tokens)
+        bench.half.matched(same, 0)
+        assert same.shared_prefix_boundary == 0
+        bench.finish(same)
+    assert bench.leaks() == []
+
+
 @pytest.mark.parametrize(("apart", "kept"), [(32, [32, 64, 80]), (33, [64, 80]), (200, [80])])
 def test_further_ones_lie_apart(make: Callable[..., Bench], apart: int, kept: list[int]) -> None:
     bench = make(checkpoint_tokens=apart)

@@ -88,12 +88,16 @@ def test_memory_and_disk_answer_as_a_native_hit(cached: Engine) -> None:
     assert cached.half.total("loaded_tokens_memory") > 0
 
 
-def test_prompts_that_share_a_part(cached: Engine) -> None:
-    base = prompt(200, 3)
-    parts = [prompt(70, seed) for seed in range(4, 7)]
+@pytest.mark.parametrize("seen_by", ["vLLM", "the store"])
+def test_prompts_that_share_a_part(cached: Engine, seen_by: str) -> None:
+    seed = 30 if seen_by == "vLLM" else 40
+    base = prompt(200, seed)
+    parts = [prompt(70, seed + number) for number in range(1, 4)]
     one(cached, base + parts[0])
-    # vLLM sees here where the two part, and keeps the state of the block before.
-    one(cached, base + parts[1])
+    if seen_by == "the store":
+        cached.forget_gpu()
+    # It is seen here where the two part, and the state of the block before is kept.
+    assert one(cached, base + parts[1])[2] == 0
     before = files(cached)
     native = one(cached, base + parts[2])
     assert native[2] == 192
