@@ -151,6 +151,11 @@ class SchedulerHalf:
         tracked = self._track(request)
         if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
             return 0, False
+        # Less than a block is computed faster than it is loaded, and is what remains of a prompt
+        # that the GPU holds up to its last block.
+        if request.num_tokens - 1 - local < self.block:
+            self._drop_lease(tracked)
+            return 0, False
         keys = self._keys(tracked)
         first = local // self.chunk
         if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, local):
@@ -165,8 +170,6 @@ class SchedulerHalf:
             held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
             tracked.lease.truncate(held)
         end = min((first + held) * self.chunk, request.num_tokens - 1)
-        # Less than a block is computed faster than it is loaded, and is what remains of a prompt
-        # that the GPU holds up to its last block.
         if end - local < self.block:
             self._drop_lease(tracked)
             return 0, False

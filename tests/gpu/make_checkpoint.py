@@ -1,4 +1,4 @@
-"""Make a small random checkpoint: make_checkpoint.py {qwen3|mla} FOLDER
+"""Make a small random checkpoint: make_checkpoint.py {qwen3|mla|hybrid} FOLDER
 
 In a process of its own: once a process has used CUDA, vLLM can no longer fork from it. The weights
 are spread so that every token depends on the whole context and log-probabilities differ clearly.
@@ -32,6 +32,18 @@ def make(kind: str) -> Any:
         return Qwen3ForCausalLM(
             Qwen3Config(num_hidden_layers=6, num_key_value_heads=4, head_dim=128, **COMMON)
         )
+    if kind == "hybrid":
+        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+        return Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                num_hidden_layers=8,
+                layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
+                num_key_value_heads=2, head_dim=128, linear_num_key_heads=4,
+                linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128,
+                **COMMON,
+            )
+        )  # fmt: skip
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     # DeepSeek-V2-Lite's attention; all layers dense, so that no expert kernels are needed.
@@ -53,7 +65,12 @@ def main() -> int:
     model = make(kind).to(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim < 2:
+            # A slow decay: a recurrent state remembers the whole prompt.
+            if name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)
+            elif name.endswith("dt_bias"):
+                weight.uniform_(-2.0, 0.0)
+            if weight.ndim < 2 or "conv1d" in name:
                 continue
             spread = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
             weight.normal_(0.0, spread * (2.0 if "lm_head" in name else 1.0))
