@@ -225,8 +225,11 @@ def test_restart_and_damage_without_checksums(places: dict[str, str]) -> None:
 
 
 def test_experts_and_whole_blocks_only(places: dict[str, str]) -> None:
-    """Without `prefix_match_unit` there are states at the ends of blocks alone."""
-    with hybrid(places, MOE, prefix_match_unit=None) as cached:
+    """Without `prefix_match_unit` there are states at the ends of blocks alone; here vLLM keeps
+    them all, and of those in between the ones at least 100 tokens apart are wanted.
+    """
+    settings = {"prefix_match_unit": None, "prefix_cache_retention_interval": None}
+    with hybrid({**places, "checkpoint_tokens": 100}, MOE, **settings) as cached:
         block = cached.half.block
         for length in (block, block + 1, 333):
             tokens = prompt(length, length)
@@ -239,13 +242,18 @@ def test_experts_and_whole_blocks_only(places: dict[str, str]) -> None:
             disk = one(cached, tokens)
             assert native[2] == memory[2] == disk[2] == (length - 1) // block * block
             assert difference(native, memory) == difference(native, disk) == 0
+        found = {}
+        for length in (333, 270, 200, 150, 100):
+            cached.forget_gpu()
+            found[length] = one(cached, tokens[:length], 1)[2]
+        assert found == {100: 0, 150: 128, 200: 128, 270: 256, 333: 320}
         assert cached.connector.errors == 0
 
 
 def test_preemption(places: dict[str, str]) -> None:
     prompts = [prompt(100, seed) for seed in range(50, 58)]
     # Room for the beginning of about four of the eight requests, and not for their ends.
-    with hybrid(places, num_gpu_blocks_override=44) as tight:
+    with hybrid(places, num_gpu_blocks_override=44, max_model_len=512) as tight:
         preemptions: list[str] = []
         preempt = tight.core.scheduler._preempt_request
 
