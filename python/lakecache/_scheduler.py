@@ -453,6 +453,9 @@ class SchedulerHalf:
                     return
                 self.counts["stores_dropped"] += 1
                 return
+            else:
+                # Left over behind a lost one: as recent now as what is stored around it.
+                self._cache.touch(keys[: (index + 1) * KEY_BYTES])
             tracked.next_save = index + 1
 
     # What came back

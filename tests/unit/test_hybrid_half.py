@@ -402,6 +402,16 @@ def test_a_state_that_is_continued_ages(bench: Bench) -> None:
     assert turn(90) == chunks | {(KIND_TAIL, 80)}
 
 
+def test_a_chunk_left_behind_a_lost_one_is_refreshed(bench: Bench) -> None:
+    """Else it would go before the state that is stored for it now."""
+    bench.store(90, 80)
+    bench.drop(KIND_TAIL, 80)
+    bench.drop(KIND_CHUNK, 32)
+    bench.touched()
+    assert bench.store(90, 80) == [KIND_CHUNK, KIND_TAIL]
+    assert (KIND_CHUNK, 64) in bench.touched()
+
+
 def test_the_same_prompt_again_refreshes_its_state(bench: Bench) -> None:
     bench.store(90, 80)
     bench.touched()
