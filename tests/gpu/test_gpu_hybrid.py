@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(540),
 ]
 
-UNIT = 32
+UNIT = 16
 # Of log-probabilities in bfloat16; a wrong state changes them by more than ten times that.
 TOLERANCE = 0.02
 # Inside of a block, at its end, and several blocks on (a block has some hundred tokens).
