@@ -9,13 +9,14 @@ computes it, and nobody writes to such a block again.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lakecache._metadata import IDLE, StepPlan
 from lakecache._policy import Choice, Hit
-from lakecache._scheduler import KEY_BYTES, LOAD_ATTEMPTS, STORE_ATTEMPTS, SchedulerHalf
+from lakecache._scheduler import KEY_BYTES, LOAD_ATTEMPTS, PUT_OFF_SECONDS, SchedulerHalf
 from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ __all__ = ["HybridSchedulerHalf"]
 
 # Complete checkpoints that a look-up gives to choose from.
 CANDIDATES = 4
-# States may pin at most one part in this many of the GPU's blocks, chunks included.
-PINNED_SHARE = 2
 # States remembered as worth keeping.
 REUSED_MAX = 4096
 
@@ -54,7 +53,7 @@ class Offer(NamedTuple):
     space: int
     ids: bytes
     blocks: list[Any]
-    attempts: int = 0
+    since: float
 
 
 class HybridSchedulerHalf(SchedulerHalf):
@@ -266,7 +265,7 @@ class HybridSchedulerHalf(SchedulerHalf):
                 self.saves.unpin(offer.blocks)
                 raise
             if waits:
-                self._offers.append(offer._replace(attempts=offer.attempts + 1))
+                self._offers.append(offer)
         return plan if plan else IDLE
 
     def finished_tail(
@@ -341,7 +340,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         if self._cache.lookup(key)[0]:
             # It was just loaded, or computed again.
             return
-        if not all(ids) or not self.saves.room(len(ids), PINNED_SHARE):
+        if not all(ids) or not self.saves.room(len(ids)):
             self.counts["states_dropped"] += 1
             return
         self._offers.append(
@@ -349,6 +348,7 @@ class HybridSchedulerHalf(SchedulerHalf):
                 tracked, boundary, kind, key,
                 keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
                 tracked.space.number, array("i", ids).tobytes(), self.saves.pin(ids),
+                time.monotonic(),
             )
         )  # fmt: skip
 
@@ -371,7 +371,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         there = self._cache.lookup(offer.key)[0]
         # Without its chunks, of which no more come once the request has ended, it has no use.
         lost = offer.tracked.next_save < need and not self._still_saves(offer.tracked)
-        if not there and not lost and offer.attempts + 1 < STORE_ATTEMPTS:
+        if not there and not lost and time.monotonic() - offer.since < PUT_OFF_SECONDS:
             return True
         self.counts["states_dropped"] += not there
         self.saves.unpin(offer.blocks)

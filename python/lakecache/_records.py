@@ -67,7 +67,6 @@ class Tracked:
 
     __slots__ = (
         "asked",
-        "attempts",
         "choice",
         "end",
         "failures",
@@ -81,6 +80,7 @@ class Tracked:
         "local",
         "next_save",
         "objects",
+        "put_off",
         "request",
         "same_step",
         "short_leases",
@@ -101,7 +101,7 @@ class Tracked:
         self.load: Load | None = None
         self.same_step = False
         self.failures = 0
-        self.attempts = 0
+        self.put_off: float | None = None
         self.next_save = -1
         # Of models with recurrent state: the keys of the states at every multiple of the hash
         # unit; where the leased checkpoint ends, its objects, and how often one was incomplete;

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Saves"]
 
-# Saves under way may pin at most this share of the GPU's blocks, and this many objects.
-PINNED_SHARE = 4
+# Saves under way, of some ten milliseconds each, may pin at most one part in this many of the
+# GPU's blocks, and this many objects.
+PINNED_SHARE = 2
 IN_FLIGHT = 1024
 SYNC_WRITE_SECONDS = 10.0
 
@@ -56,9 +57,9 @@ class Saves:
         """Whether this save is under way."""
         return job in self._jobs
 
-    def room(self, blocks: int, share: int = PINNED_SHARE) -> bool:
+    def room(self, blocks: int) -> bool:
         """Whether so many more blocks may be pinned."""
-        most = max(self.num_blocks // share, blocks)
+        most = max(self.num_blocks // PINNED_SHARE, blocks)
         return (
             self._pool is not None
             and len(self._jobs) < IN_FLIGHT

@@ -48,8 +48,8 @@ KEY_BYTES = 32
 OPEN_SECONDS = 1.0
 # A request whose loads failed this often is computed.
 LOAD_ATTEMPTS = 2
-# A chunk that finds no room this often is not stored.
-STORE_ATTEMPTS = 8
+# What finds no room for this long, in steps that may take a millisecond, is not stored.
+PUT_OFF_SECONDS = 2.0
 DRAIN_SECONDS = 5.0
 
 
@@ -416,8 +416,20 @@ class SchedulerHalf:
             finished = not self._config.save_decode and (
                 tracked.next_save >= self._save_limit(tracked)
             )
-            if finished or tracked.attempts >= STORE_ATTEMPTS:
+            if finished or self._gives_up(tracked):
                 del self._saving[request_id]
+
+    def _gives_up(self, tracked: Tracked) -> bool:
+        """Whether a chunk has waited for room for too long."""
+        late = tracked.put_off is not None and time.monotonic() - tracked.put_off > PUT_OFF_SECONDS
+        self.counts.update({"stores_dropped": 1} if late else {})
+        return late
+
+    def _put_off(self, tracked: Tracked) -> None:
+        """Try again in the next step of the request."""
+        if tracked.put_off is None:
+            tracked.put_off = time.monotonic()
+            self.counts["stores_put_off"] += 1
 
     def _store_chunks(
         self, plan: StepPlan, tracked: Tracked, ready: int, output: SchedulerOutput
@@ -433,8 +445,7 @@ class SchedulerHalf:
             index = tracked.next_save
             ids = array("i", self._chunk_blocks(table, index, 0))
             if len(ids) != per_chunk or not all(ids) or not self.saves.room(per_chunk):
-                self.counts["stores_put_off"] += 1
-                tracked.attempts += 1
+                self._put_off(tracked)
                 return
             key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
             slot = self._cache.reserve(
@@ -447,16 +458,12 @@ class SchedulerHalf:
                 self.saves.start(plan, KIND_CHUNK, slot, ids.tobytes(), self.saves.pin(ids))
             elif not self._cache.lookup(key)[0]:
                 # No room, a busy lock, or somebody is writing it: perhaps in the next step.
-                tracked.attempts += 1
-                if tracked.attempts < STORE_ATTEMPTS:
-                    self.counts["stores_put_off"] += 1
-                    return
-                self.counts["stores_dropped"] += 1
+                self._put_off(tracked)
                 return
             else:
                 # Left over behind a lost one: as recent now as what is stored around it.
                 self._cache.touch(keys[: (index + 1) * KEY_BYTES])
-            tracked.next_save = index + 1
+            tracked.next_save, tracked.put_off = index + 1, None
 
     # What came back
 
