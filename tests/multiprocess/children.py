@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import struct
 import sys
 
@@ -66,6 +67,20 @@ def use(settings: dict, blocked: str = "") -> None:
         raise SystemExit(REFUSED) from None
 
 
+def fork(settings: dict) -> None:
+    """Put in a forked child, which must not, and then here; say how each went."""
+    with TieredStore(**settings) as store:
+        child = os.fork()
+        if child == 0:
+            try:
+                store.put(b"object 0", payload(0))
+            except LakeCacheError as error:
+                print(type(error).__name__, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(store.put(b"object 0", payload(0)))
+
+
 def block_io_uring() -> None:
     """Answer EPERM to io_uring_setup, enter and register, as Docker's default profile does."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -109,5 +124,5 @@ def drop_override() -> None:
 
 if __name__ == "__main__":
     what, settings, *rest = sys.argv[1:]
-    actions = {"fill": fill, "read": read, "use": use}
+    actions = {"fill": fill, "read": read, "use": use, "fork": fork}
     actions[what](json.loads(settings), *(int(r) if r.isdigit() else r for r in rest))

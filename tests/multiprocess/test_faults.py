@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,41 +17,26 @@ from lakecache.store import TieredStore
 
 pytestmark = pytest.mark.multiprocess
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 REFUSED = 3
 
 
-def use(settings: dict, blocked: str = "") -> dict:
+@pytest.fixture
+def use(start):
     """What a process says that puts and reads one object under such conditions."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "python")}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "children.py"), "use", json.dumps(settings), blocked],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode in (0, REFUSED), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert "panicked" not in done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
+    def run(settings: dict, blocked: str = "") -> dict:
+        child = start("use", settings, blocked)
+        try:
+            said, errors = child.communicate(timeout=90)
+        finally:
+            child.kill()
+        assert child.returncode in (0, REFUSED), said + errors
+        assert "Traceback" not in errors
+        assert "panicked" not in errors
+        return json.loads(said.splitlines()[-1])
 
-@pytest.fixture
-def ram():
-    with tempfile.TemporaryDirectory(prefix="lakecache-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def settings(tmp_path, ram):
-    return {
-        "cache_dir": str(tmp_path / "cache"),
-        "ram_dir": str(ram),
-        "cpu_bytes": 32 * MIB,
-    }
+    return run
 
 
 @pytest.fixture
@@ -67,7 +51,7 @@ def small_tmpfs(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_directory_that_cannot_be_written(settings, tmp_path):
+def test_a_directory_that_cannot_be_written(use, settings, tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     said = use({**settings, "cache_dir": str(closed / "cache")}, "override")
@@ -75,44 +59,62 @@ def test_a_directory_that_cannot_be_written(settings, tmp_path):
     assert str(closed) in said["text"]
 
 
-def test_a_file_where_the_directory_should_be(settings, tmp_path):
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_file_that_may_not_be_read_is_stored_anew(use, settings, listed):
+    with TieredStore(**settings) as store:
+        assert store.put(b"object 0", bytes(100_000))
+        assert store.flush()
+    (file,) = Path(settings["cache_dir"]).rglob("*.kv")
+    file.chmod(0)
+    # Files in the list are met when they are leased, others by the scan.
+    shutil.rmtree(settings["ram_dir"])
+    if not listed:
+        (Path(settings["cache_dir"]) / "objects.snapshot").unlink()
+    first, second = (use(settings, "override") for _ in range(2))
+    assert first["right"] == ([] if listed else [True])
+    assert first["stats"]["disk_objects_damaged"] == 1
+    assert second["right"] == [True]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_where_the_directory_should_be(use, settings, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     said = use({**settings, "cache_dir": str(tmp_path / "file")})
     assert str(tmp_path / "file") in said["text"]
 
 
-def test_memory_that_can_never_fit_its_tmpfs(settings, small_tmpfs):
+def test_memory_that_can_never_fit_its_tmpfs(use, settings, small_tmpfs):
     said = use({**settings, "ram_dir": str(small_tmpfs / "ram")})
     assert said["error"] in ("CapacityError", "ConfigError")
     assert "cpu_bytes" in said["text"]
 
 
-def test_a_full_tmpfs_is_a_miss(settings, small_tmpfs):
+def test_a_full_tmpfs_is_a_miss(use, settings, small_tmpfs):
     (small_tmpfs / "other").write_bytes(bytes(7 * MIB))
     said = use({**settings, "ram_dir": str(small_tmpfs / "ram"), "cpu_bytes": 6 * MIB})
     assert "error" in said or not said["stored"] or all(said["right"])
 
 
-def test_a_full_disk_is_a_miss(settings, small_tmpfs):
+def test_a_full_disk_is_a_miss(use, settings, small_tmpfs):
     (small_tmpfs / "other").write_bytes(bytes(7 * MIB))
     said = use({**settings, "cache_dir": str(small_tmpfs / "cache")})
     assert "error" in said or all(said["right"])
 
 
-def test_blocked_io_uring_falls_back(settings):
+def test_blocked_io_uring_falls_back(use, settings):
     said = use(settings, "io_uring")
     assert said["engine"] == "pread"
     assert said["reason"]
     assert said["right"] == [True]
 
 
-def test_io_uring_by_name_where_it_is_blocked(settings):
+def test_io_uring_by_name_where_it_is_blocked(use, settings):
     said = use({**settings, "io_engine": "io_uring"}, "io_uring")
     assert said["error"] == "EngineUnavailableError"
     assert "io_uring" in said["text"]
 
 
-def test_no_memory_tier(settings):
+def test_no_memory_tier(use, settings):
     said = use({**settings, "cpu_bytes": 0})
     assert said["stored"]
     assert said["right"] == [True]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,22 +16,8 @@ from lakecache.store import TieredStore
 
 pytestmark = pytest.mark.multiprocess
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 LIMIT = 24 * MIB
-MEMORY = 32 * MIB
-
-
-def start(what: str, settings: dict, *rest: object) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "python")}
-    command = [sys.executable, str(HERE / "children.py"), what, json.dumps(settings)]
-    return subprocess.Popen(
-        [*command, *(str(item) for item in rest)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def payload(number: int, size: int = 300_000) -> bytes:
@@ -43,22 +25,11 @@ def payload(number: int, size: int = 300_000) -> bytes:
 
 
 @pytest.fixture
-def ram():
-    with tempfile.TemporaryDirectory(prefix="lakecache-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
+def settings(settings):
+    return {**settings, "disk_capacity_bytes": LIMIT}
 
 
-@pytest.fixture
-def settings(tmp_path, ram):
-    return {
-        "cache_dir": str(tmp_path / "cache"),
-        "ram_dir": str(ram),
-        "cpu_bytes": MEMORY,
-        "disk_capacity_bytes": LIMIT,
-    }
-
-
-def test_a_second_process_reads_what_the_first_put(settings):
+def test_a_second_process_reads_what_the_first_put(start, settings):
     with TieredStore(**settings) as store:
         for number in range(4):
             assert store.put(b"object %d" % number, payload(number))
@@ -70,7 +41,7 @@ def test_a_second_process_reads_what_the_first_put(settings):
     assert seen["right"] == [True] * 4
 
 
-def test_after_the_first_process_has_ended(settings):
+def test_after_the_first_process_has_ended(start, settings):
     with TieredStore(**settings) as store:
         for number in range(3):
             assert store.put(b"object %d" % number, payload(number))
@@ -91,7 +62,7 @@ def bytes_of(folder: str, pattern: str) -> int:
     return total
 
 
-def test_killed_while_putting(settings, ram):
+def test_killed_while_putting(start, settings, ram):
     numbers = 0
     chance = random.Random(1)
     for _ in range(5):
@@ -100,7 +71,7 @@ def test_killed_while_putting(settings, ram):
         until = time.monotonic() + chance.uniform(0.1, 0.6)
         while time.monotonic() < until:
             assert bytes_of(settings["cache_dir"], "*.kv") <= LIMIT
-            assert bytes_of(str(ram), "pool") <= MEMORY
+            assert bytes_of(str(ram), "pool") <= settings["cpu_bytes"]
             time.sleep(0.01)
         child.send_signal(signal.SIGKILL)
         child.communicate(timeout=30)
@@ -124,5 +95,10 @@ def test_killed_while_putting(settings, ram):
             assert bytes_of(settings["cache_dir"], "*.kv") <= LIMIT
     # One pool, and nothing beside it.
     assert len(list(ram.glob("*/pool"))) == 1
-    assert bytes_of(str(ram), "*") <= MEMORY + MIB
+    assert bytes_of(str(ram), "*") <= settings["cpu_bytes"] + MIB
     assert not [file for file in Path(settings["cache_dir"]).rglob("*") if ".tmp" in file.name]
+
+
+def test_a_fork_of_a_process_with_a_store(start, settings):
+    said, errors = start("fork", settings).communicate(timeout=60)
+    assert said == "ClosedError\nTrue\n", errors
