@@ -413,7 +413,8 @@ def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:
         disk_capacity_bytes=None if private else config.disk_capacity_bytes,
         shared=True,
         io_engine=config.io_engine,
-        checksum=config.checksum,
+        # What is verified in memory must not come unchecked from a damaged file again and again.
+        checksum=config.checksum or config.verify_load,
         durability=config.durability,
         write_policy=config.write_policy,
         worker=worker,

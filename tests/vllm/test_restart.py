@@ -73,11 +73,14 @@ def test_adoption_and_verification(places: dict[str, str]) -> None:
         assert difference(cold, adopting.generate([tokens])[0]) > 0.1
 
     with engine(checking) as refusing:
-        for _ in range(2):
+        for found in ((0, HIT), (HIT, HIT)):
             got = refusing.generate([tokens])[0]
             assert difference(cold, got) == 0
+            assert refusing.half.total("loads_failed") == 1
+            # The copies in memory are dropped: the files are read once, and serve from then on.
+            assert (sources(refusing)[0] - HIT, sources(refusing)[1]) == found
             refusing.forget_gpu()
-        assert refusing.half.total("loads_failed") > 0
+        assert refusing.half._cache.stats()["memory_objects_damaged"] == 4
         assert not refusing.half._tracked
         assert refusing.connector.errors == 0
 

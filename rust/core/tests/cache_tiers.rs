@@ -5,24 +5,22 @@
 
 mod common;
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::{
-    LONG, count, gauge, key, keys, meta, object_files, open, options, payload, put, put_as,
-    read_all, settled, wait_gauge, watched,
+    LONG, Place, count, gauge, key, keys, meta, object_files, open, payload, put, put_as, read_all,
+    settled, wait_gauge, watched,
 };
-use lakecache_core::cache::{Tier, WritePolicy};
+use lakecache_core::cache::{Cache, Copier, Fragments, Outcome, Tier, WritePolicy};
 use lakecache_core::io::EngineChoice;
-use lakecache_core::l1::ObjectMeta;
+use lakecache_core::l1::{ObjectMeta, Slot, SlotState};
 use lakecache_core::pool::Wait;
 use lakecache_core::{Namespace, ObjectKey};
 
 fn memory_then_disk_then_restart(engine: EngineChoice) {
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let disk = tempfile::tempdir().unwrap();
-    let mut options = options(dir.path(), 128 << 20, engine);
-    options.cache_dir = Some(disk.path().join("cache"));
-    let cache = open(&options);
+    let place = Place::new(engine, 128 << 20);
+    let cache = open(&place.options);
     let bytes = 300_000;
     for index in 0..8 {
         assert!(put(&cache, index, bytes));
@@ -45,13 +43,13 @@ fn memory_then_disk_then_restart(engine: EngineChoice) {
     cache.close(LONG);
     drop(cache);
 
-    let cache = open(&options);
+    let cache = open(&place.options);
     assert_eq!(cache.lookup(&keys(9)), (8, 8), "the pool that survived is adopted");
     cache.close(LONG);
     drop(cache);
 
-    std::fs::remove_dir_all(&options.ram_dir).unwrap();
-    let cache = open(&options);
+    std::fs::remove_dir_all(&place.options.ram_dir).unwrap();
+    let cache = open(&place.options);
     assert_eq!(cache.lookup(&keys(9)), (8, 0), "the disk tier is found again without its pool");
     let lease = cache.lease(&keys(9)).unwrap();
     assert_eq!(read_all(&cache, &lease, bytes).len(), 8);
@@ -70,11 +68,8 @@ fn pread_memory_then_disk_then_restart() {
 #[test]
 fn a_chain_larger_than_the_memory_tier_streams_through_it() {
     watched(|| {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let disk = tempfile::tempdir().unwrap();
-        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-        options.cache_dir = Some(disk.path().join("cache"));
-        let cache = open(&options);
+        let place = Place::new(EngineChoice::Auto, 64 << 20);
+        let cache = open(&place.options);
         let bytes = 4 << 20;
         for index in 0..24 {
             put(&cache, index, bytes);
@@ -89,20 +84,14 @@ fn a_chain_larger_than_the_memory_tier_streams_through_it() {
 #[test]
 fn a_flipped_bit_on_disk_is_a_miss_and_counted() {
     watched(|| {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let disk = tempfile::tempdir().unwrap();
-        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-        options.cache_dir = Some(disk.path().join("cache"));
-        let cache = open(&options);
+        let place = Place::new(EngineChoice::Auto, 64 << 20);
+        let cache = open(&place.options);
         for index in 0..3 {
             put(&cache, index, 100_000);
         }
         assert!(cache.flush(LONG));
         cache.clear_memory();
-        let damaged = object_files(disk.path())
-            .into_iter()
-            .find(|path| path.to_string_lossy().contains(&key(1).hex()))
-            .unwrap();
+        let damaged = place.file(1);
         let mut bytes = std::fs::read(&damaged).unwrap();
         bytes[4096 + 50_000] ^= 0x40;
         std::fs::write(&damaged, bytes).unwrap();
@@ -120,41 +109,101 @@ fn a_flipped_bit_on_disk_is_a_miss_and_counted() {
     });
 }
 
+/// The slot of the object of index 0, which is in memory.
+fn first_slot(cache: &Cache) -> Slot {
+    let mut found = Vec::new();
+    cache.arena().lookup(&keys(1), &mut found);
+    found[0].expect("it is in memory").0
+}
+
+fn change_last_byte(cache: &Cache, slot: Slot) {
+    let (address, bytes) = *cache.arena().spans(slot).unwrap().last().unwrap();
+    // SAFETY: the last byte of an object that nobody else knows in this private directory.
+    unsafe { *address.add(usize::try_from(bytes).unwrap() - 1) ^= 1 };
+}
+
 #[test]
 fn the_bytes_in_memory_are_checked_against_their_checksum() {
     watched(|| {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-        options.cache_dir = None;
-        let cache = open(&options);
+        let place = Place::memory_only(64 << 20);
+        let cache = open(&place.options);
         put(&cache, 0, 100_001);
         let unfilled = cache.reserve(&meta(&cache, 1, 5000), Wait::Within(LONG)).unwrap();
         assert!(cache.flush(LONG));
-        let mut found = Vec::new();
-        cache.arena().lookup(&keys(1), &mut found);
-        let slot = found[0].expect("it is in memory").0;
+        let slot = first_slot(&cache);
         assert!(cache.checksum_ok(slot));
         assert!(!cache.checksum_ok(unfilled.expect("room")), "not readable yet");
-        let (address, bytes) = *cache.arena().spans(slot).unwrap().last().unwrap();
-        // SAFETY: the last byte of an object that nobody else knows in this private directory.
-        unsafe { *address.add(usize::try_from(bytes).unwrap() - 1) ^= 1 };
+        assert_eq!(gauge(&cache, "memory_objects_damaged"), 0);
+        change_last_byte(&cache, slot);
         assert!(!cache.checksum_ok(slot));
-        assert!(cache.clear_memory() > 0);
+        assert_eq!((cache.lookup(&keys(1)), cache.arena().state(slot)), ((0, 0), SlotState::Gone));
         assert!(!cache.checksum_ok(slot), "gone");
+        assert_eq!(gauge(&cache, "memory_objects_damaged"), 1);
         let reserved = cache.pieces().into_iter().filter(|piece| piece.2).map(|piece| piece.1);
         assert_eq!(reserved.sum::<u64>(), gauge(&cache, "memory_bytes_reserved"));
     });
 }
 
 #[test]
+fn an_object_refused_in_memory_comes_from_its_file_or_is_stored_anew() {
+    for file_damaged in [false, true] {
+        watched(move || {
+            let place = Place::new(EngineChoice::Auto, 64 << 20);
+            let cache = open(&place.options);
+            put(&cache, 0, 100_001);
+            assert!(cache.flush(LONG));
+            if file_damaged {
+                let mut bytes = std::fs::read(place.file(0)).unwrap();
+                bytes[4096 + 50_000] ^= 0x40;
+                std::fs::write(place.file(0), bytes).unwrap();
+            }
+            let lease = cache.lease(&keys(1)).unwrap();
+            let slot = first_slot(&cache);
+            change_last_byte(&cache, slot);
+            let copier = Copier::new(Arc::clone(cache.arena()), 1);
+            let mut page = vec![0; 100_001];
+            let fragments = Fragments {
+                object_offset: 0,
+                addresses: vec![page.as_mut_ptr().expose_provenance() as u64],
+                fragment_bytes: 100_001,
+            };
+            // SAFETY: the page outlives the copier, which is closed below.
+            unsafe { copier.load(1, slot, fragments, LONG, true) };
+            let deadline = Instant::now() + LONG;
+            let outcome = loop {
+                assert!(Instant::now() < deadline, "the copy ends");
+                if let Some(&(_, outcome)) = copier.poll().first() {
+                    break outcome;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            copier.close();
+            assert_eq!((outcome, cache.lookup(&keys(1))), (Outcome::Mismatch, (1, 0)));
+            assert!(cache.arena().spans(slot).is_some(), "its memory stays as long as it is held");
+            drop(lease);
+            assert_eq!(cache.arena().spans(slot), None);
+
+            let lease = cache.lease(&keys(1)).unwrap();
+            let right = read_all(&cache, &lease, 100_001);
+            assert_eq!(right.len(), usize::from(!file_damaged));
+            drop(lease);
+            assert_eq!(count(&cache, "damaged"), u64::from(file_damaged));
+            assert_eq!(put(&cache, 0, 100_001), file_damaged);
+            assert!(cache.flush(LONG));
+            assert_eq!(cache.lookup(&keys(1)), (1, 1));
+            assert!(cache.checksum_ok(first_slot(&cache)));
+            assert_eq!(object_files(place.disk.path()).len(), 1);
+            cache.arena().check().unwrap();
+        });
+    }
+}
+
+#[test]
 fn what_is_in_memory_only_is_written_before_the_pool_gets_another_size() {
     watched(|| {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let disk = tempfile::tempdir().unwrap();
-        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-        options.cache_dir = Some(disk.path().join("cache"));
-        options.write_policy = WritePolicy::OnEvict;
-        let cache = open(&options);
+        let mut place = Place::new(EngineChoice::Auto, 64 << 20);
+        place.options.write_policy = WritePolicy::OnEvict;
+        let cache = open(&place.options);
         let (objects, bytes) = (100, 100_001);
         for index in 0..objects {
             put(&cache, index, bytes);
@@ -162,14 +211,14 @@ fn what_is_in_memory_only_is_written_before_the_pool_gets_another_size() {
         wait_gauge(&cache, "memory_dirty", objects.into());
         cache.close(Duration::ZERO);
         drop(cache);
-        let written = object_files(disk.path()).len();
+        let written = object_files(place.disk.path()).len();
         assert!(written < objects as usize, "the shutdown had no time to write {written} objects");
 
-        options.cpu_bytes = 96 << 20;
-        let cache = open(&options);
+        place.options.cpu_bytes = 96 << 20;
+        let cache = open(&place.options);
         assert_eq!(cache.lookup(&keys(objects + 1)), (objects as usize, 0), "the memory is new");
         assert_eq!(gauge(&cache, "pool_file_bytes"), 96 << 20);
-        assert_eq!(object_files(disk.path()).len(), objects as usize);
+        assert_eq!(object_files(place.disk.path()).len(), objects as usize);
         let lease = cache.lease(&keys(objects)).unwrap();
         assert_eq!(read_all(&cache, &lease, bytes).len(), objects as usize);
         cache.arena().check().unwrap();
@@ -181,14 +230,11 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
     use WritePolicy::{OnEvict, SecondUse, WriteThrough};
     watched(|| {
         for policy in [WriteThrough, OnEvict, SecondUse] {
-            let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-            let disk = tempfile::tempdir().unwrap();
-            let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-            options.cache_dir = Some(disk.path().join("cache"));
-            options.write_policy = policy;
+            let mut place = Place::new(EngineChoice::Auto, 64 << 20);
+            place.options.write_policy = policy;
             let passing = Namespace([7; 32]);
             let passing_key = ObjectKey::derive(&passing, 0, b"object");
-            let cache = open(&options);
+            let cache = open(&place.options);
             let number = cache.namespace(&passing, "{}", false).unwrap().unwrap();
             let meta = ObjectMeta {
                 key: passing_key,
@@ -207,19 +253,19 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
             assert!(cache.flush(LONG));
             cache.close(LONG);
             drop(cache);
-            let files = object_files(disk.path());
+            let files = object_files(place.disk.path());
             assert!(files.len() == 1 && files[0].to_string_lossy().contains(&key(0).hex()));
 
             // Adopted, then rescued from a pool that is made anew: still nothing.
-            let cache = open(&options);
+            let cache = open(&place.options);
             assert_eq!(cache.lookup(&[passing_key]), (1, 1));
             cache.close(LONG);
             drop(cache);
-            options.cpu_bytes = 96 << 20;
-            let cache = open(&options);
+            place.options.cpu_bytes = 96 << 20;
+            let cache = open(&place.options);
             assert_eq!(cache.lookup(&[passing_key]), (0, 0));
-            assert_eq!(object_files(disk.path()), files);
-            assert!(!disk.path().join("cache").join(passing.hex()).exists());
+            assert_eq!(object_files(place.disk.path()), files);
+            assert!(!place.disk.path().join("cache").join(passing.hex()).exists());
         }
     });
 }
@@ -227,11 +273,8 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
 #[test]
 fn reserved_memory_is_registered_with_the_ring_and_read_into() {
     watched(|| {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let disk = tempfile::tempdir().unwrap();
-        let mut options = options(dir.path(), 64 << 20, EngineChoice::Auto);
-        options.cache_dir = Some(disk.path().join("cache"));
-        let cache = open(&options);
+        let place = Place::new(EngineChoice::Auto, 64 << 20);
+        let cache = open(&place.options);
         if cache.engine().0 != "io_uring" {
             return;
         }
@@ -256,10 +299,8 @@ fn reserved_memory_is_registered_with_the_ring_and_read_into() {
 
 #[test]
 fn a_pool_that_can_never_fit_is_a_lack_of_space() {
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mut options = options(dir.path(), 1 << 50, EngineChoice::Auto);
-    options.cache_dir = None;
-    let error = lakecache_core::cache::Cache::open(&options).err().expect("a refusal");
+    let place = Place::memory_only(1 << 50);
+    let error = Cache::open(&place.options).err().expect("a refusal");
     assert_eq!(error.kind(), lakecache_core::ErrorKind::NoSpace);
     assert!(error.to_string().contains("cpu_bytes"), "{error}");
 }

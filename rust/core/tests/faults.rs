@@ -11,17 +11,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{
-    LONG, count, gauge, key, keys, meta, object_files, open, options, put, read_all, settled,
+    LONG, Place, count, gauge, key, keys, meta, object_files, open, put, read_all, settled,
     wait_gauge, watched,
 };
 use lakecache_core::Namespace;
-use lakecache_core::cache::{Cache, CacheOptions};
+use lakecache_core::cache::Cache;
 use lakecache_core::io::EngineChoice;
 use lakecache_core::l2::Durability;
 use lakecache_core::pool::{Pool, PoolOptions, Role, Wait};
 use lakecache_core::sys::fault::{self, Call};
 
 const BYTES: usize = 100_001;
+const MEMORY: u64 = 64 << 20;
 const ENGINES: [EngineChoice; 2] = [EngineChoice::Auto, EngineChoice::Pread];
 const CALLS: [Call; 6] =
     [Call::Read, Call::Write, Call::Make, Call::Sync, Call::Direct, Call::Ring];
@@ -40,23 +41,6 @@ impl Drop for Faults {
     fn drop(&mut self) {
         CALLS.into_iter().for_each(fault::clear);
         fault::set_memory_available(u64::MAX);
-    }
-}
-
-/// Folders and settings of one test; the disk tier is on a real file system.
-struct Place {
-    options: CacheOptions,
-    disk: tempfile::TempDir,
-    _ram: tempfile::TempDir,
-}
-
-impl Place {
-    fn new(engine: EngineChoice) -> Self {
-        let ram = tempfile::tempdir_in("/dev/shm").unwrap();
-        let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let mut options = options(ram.path(), 64 << 20, engine);
-        options.cache_dir = Some(disk.path().join("cache"));
-        Self { options, disk, _ram: ram }
     }
 }
 
@@ -87,7 +71,7 @@ fn a_disk_that_fails_is_left_alone_then_tried_again() {
     for (call, errno) in faults {
         watched(move || {
             let _alone = Faults::alone();
-            let mut place = Place::new(EngineChoice::Auto);
+            let mut place = Place::new(EngineChoice::Auto, MEMORY);
             place.options.durability = Durability::Data;
             let cache = open(&place.options);
             fault::set(call, errno);
@@ -126,7 +110,7 @@ fn a_read_that_fails_is_a_miss_and_the_object_stays() {
     for engine in ENGINES {
         watched(move || {
             let _alone = Faults::alone();
-            let place = Place::new(engine);
+            let place = Place::new(engine, MEMORY);
             let cache = open(&place.options);
             stored(&cache, 3);
             fault::set(Call::Read, libc::EIO);
@@ -152,7 +136,7 @@ fn a_read_that_fails_is_a_miss_and_the_object_stays() {
 fn a_ring_that_breaks_hands_its_reads_to_threads() {
     watched(|| {
         let _alone = Faults::alone();
-        let place = Place::new(EngineChoice::Auto);
+        let place = Place::new(EngineChoice::Auto, MEMORY);
         let cache = open(&place.options);
         if cache.engine().0 != "io_uring" {
             return;
@@ -172,7 +156,7 @@ fn bytes_are_on_the_disk_before_the_name_where_that_is_asked_for() {
     for (durability, syncs) in [(Durability::Data, 5), (Durability::None, 0)] {
         watched(move || {
             let _alone = Faults::alone();
-            let mut place = Place::new(EngineChoice::Auto);
+            let mut place = Place::new(EngineChoice::Auto, MEMORY);
             place.options.durability = durability;
             let cache = open(&place.options);
             let before = fault::calls(Call::Sync);
@@ -188,7 +172,7 @@ fn without_direct_io_files_go_through_the_page_cache() {
     for (engine, from_the_start) in ENGINES.into_iter().flat_map(|e| [(e, true), (e, false)]) {
         watched(move || {
             let _alone = Faults::alone();
-            let place = Place::new(engine);
+            let place = Place::new(engine, MEMORY);
             if from_the_start {
                 fault::set(Call::Direct, libc::EINVAL);
             }
@@ -208,7 +192,7 @@ fn without_direct_io_files_go_through_the_page_cache() {
 fn memory_that_is_not_there_is_a_smaller_cache_until_it_is() {
     watched(|| {
         let _alone = Faults::alone();
-        let place = Place::new(EngineChoice::Auto);
+        let place = Place::new(EngineChoice::Auto, MEMORY);
         fault::set_memory_available(1 << 20);
         let cache = open(&place.options);
         wait_gauge(&cache, "pool_reservation_put_off", 1);
@@ -258,7 +242,7 @@ impl Drop for Killed {
 fn a_stopped_holder_of_the_writer_lock_delays_nobody_for_long() {
     watched(|| {
         let _alone = Faults::alone();
-        let place = Place::new(EngineChoice::Auto);
+        let place = Place::new(EngineChoice::Auto, MEMORY);
         let cache = open(&place.options);
         put(&cache, 0, BYTES);
         assert!(cache.flush(LONG));

@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::cache::checksum_of;
+use crate::cache::is_sound;
 use crate::l1::{Arena, Slot, SlotState};
 
 /// How long a thread rests when every load still waits for its bytes to arrive.
@@ -247,7 +247,7 @@ fn copy(arena: &Arena, job: &Job) -> Outcome {
             Outcome::Done
         }
         Direction::Load { verify, .. } => {
-            if verify && arena.checksum(job.slot) != Some(checksum_of(arena, job.slot)) {
+            if verify && !is_sound(arena, job.slot) {
                 return Outcome::Mismatch;
             }
             for_each_run(arena, &extents, fragments, |arena_bytes, page, count| {

@@ -253,15 +253,15 @@ impl Cache {
             .collect()
     }
 
-    /// Whether a readable object's bytes in memory have the checksum they were published with; false
-    /// as well where the object is gone or not readable yet.
+    /// Whether a readable object's bytes in memory have the checksum they were published with; where
+    /// they have not, nobody gets it from memory any more. False as well where the object is gone or
+    /// not readable yet.
     pub fn checksum_ok(&self, slot: Slot) -> bool {
         let arena = &self.inner.arena;
         if !arena.pin(slot) {
             return false;
         }
-        let sound = arena.state(slot) == SlotState::Ready
-            && arena.checksum(slot) == Some(checksum_of(arena, slot));
+        let sound = arena.state(slot) == SlotState::Ready && is_sound(arena, slot);
         arena.unpin(slot);
         sound
     }
@@ -423,6 +423,16 @@ fn disk_gauges(disk: &L2Gauges) -> [(&'static str, u64); 11] {
         ("disk_degraded", u64::from(disk.degraded)),
         ("disk_files_swept", disk.swept),
     ]
+}
+
+/// Whether a pinned READY object has the checksum it was published with. One that has not is
+/// discarded: its file, if it has one, is read and checked by the next load.
+fn is_sound(arena: &Arena, slot: Slot) -> bool {
+    let sound = arena.checksum(slot) == Some(checksum_of(arena, slot));
+    if !sound && arena.discard(slot) {
+        log::warn!("an object's bytes in memory have changed: it is dropped there");
+    }
+    sound
 }
 
 /// CRC-64/NVME of a pinned object's payload.

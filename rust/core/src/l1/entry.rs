@@ -1,8 +1,9 @@
 //! One object's entry in the shared table: its state word, key, pins, flags, extents and links.
 //!
 //! Who writes: the holder of the writer lock makes, links and frees entries; without the lock,
-//! anybody may move the word from FILLING to READY (publish) or to DYING (abandon), set and clear
-//! pin bits of its own member, and change flags, all by atomic read-modify-write.
+//! anybody may move the word from FILLING to READY (publish) and from either to DYING (abandon,
+//! discard), set and clear pin bits of its own member, and change flags, all by atomic
+//! read-modify-write.
 //!
 //! - I1: everything but word, pins, flags, checksum, stamp and links changes only while the word is
 //!   EMPTY; the word is stored last when an entry is made and first when it is freed.

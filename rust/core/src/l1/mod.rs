@@ -116,11 +116,13 @@ pub struct L1Gauges {
     pub dirty: u64,
     /// Objects evicted for others since the pool was made.
     pub evictions: u64,
+    /// Objects discarded because their bytes had changed, since the pool was made.
+    pub damaged: u64,
 }
 
 impl L1Gauges {
     /// The gauges by name.
-    pub fn named(&self) -> [(&'static str, u64); 8] {
+    pub fn named(&self) -> [(&'static str, u64); 9] {
         [
             ("memory_bytes_used", self.bytes_used),
             ("memory_capacity_bytes", self.capacity),
@@ -130,6 +132,7 @@ impl L1Gauges {
             ("memory_filling", self.filling),
             ("memory_dirty", self.dirty),
             ("memory_evictions", self.evictions),
+            ("memory_objects_damaged", self.damaged),
         ]
     }
 }
@@ -273,13 +276,17 @@ impl Arena {
 
     /// Gives a FILLING object up: it dies now, or once its last pin goes.
     pub fn abandon(&self, slot: Slot) {
-        let Some(word) = self.word_of(slot).filter(|word| word.state() == State::Filling) else {
-            return;
-        };
-        let entry = self.table.entry(slot.entry);
-        if entry.advance(word, word.with_state(State::Dying)) {
-            self.settle(slot.entry);
+        self.give_up(slot, State::Filling);
+    }
+
+    /// Takes a READY object whose bytes have changed out of use: nobody finds or pins it any more, and
+    /// it dies now, or once its last pin goes. True: it was this call that did so.
+    pub fn discard(&self, slot: Slot) -> bool {
+        let discarded = self.give_up(slot, State::Ready);
+        if discarded {
+            self.table.count_discard();
         }
+        discarded
     }
 
     /// Offset in the mapping and length of each run of the object's memory, padded to whole pages.
@@ -411,6 +418,7 @@ impl Arena {
             bytes_reserved: self.table.reserved_pages(&self.pool) * PAGE_BYTES,
             entries: u64::from(root.count.load(Ordering::Relaxed)),
             evictions: self.table.evictions(),
+            damaged: self.table.discards(),
             ..L1Gauges::default()
         };
         for i in 0..self.table.high_water() {
@@ -437,6 +445,18 @@ impl Arena {
     fn word_of(&self, slot: Slot) -> Option<Word> {
         let word = self.table.entry(slot.entry).load();
         (word.generation() == slot.generation).then_some(word)
+    }
+
+    /// Lets an object die that is in this state.
+    fn give_up(&self, slot: Slot, state: State) -> bool {
+        let Some(word) = self.word_of(slot).filter(|word| word.state() == state) else {
+            return false;
+        };
+        let given_up = self.table.entry(slot.entry).advance(word, word.with_state(State::Dying));
+        if given_up {
+            self.settle(slot.entry);
+        }
+        given_up
     }
 
     /// What `f` reads of the slot's entry, if it is the slot's before and after.

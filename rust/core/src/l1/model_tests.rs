@@ -19,6 +19,7 @@ enum Op {
     Pin(usize),
     Unpin(usize),
     Abandon(usize),
+    Discard(usize),
     /// The chain of so many keys from this one.
     Touch(u64, u64),
     WriteBack,
@@ -33,7 +34,8 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (n.clone(), prop::bool::weighted(0.2)).prop_map(|(n, d)| Op::Publish(n, d)),
         2 => n.clone().prop_map(Op::Pin),
         6 => n.clone().prop_map(Op::Unpin),
-        1 => n.prop_map(Op::Abandon),
+        1 => n.clone().prop_map(Op::Abandon),
+        1 => n.prop_map(Op::Discard),
         2 => (0..KEYS, 1..5u64).prop_map(|(n, count)| Op::Touch(n, count)),
         1 => Just(Op::WriteBack),
         1 => Just(Op::Clear),
@@ -135,11 +137,22 @@ impl Model {
 
     fn abandon(&mut self, arena: &Arena, at: usize) {
         arena.abandon(self.objects[at].slot);
-        if self.objects[at].state != State::Filling {
-            return;
+        if self.objects[at].state == State::Filling {
+            self.dies(at);
         }
+    }
+
+    fn discard(&mut self, arena: &Arena, at: usize) {
+        let ready = self.objects[at].state == State::Ready;
+        assert_eq!(arena.discard(self.objects[at].slot), ready);
+        if ready {
+            self.dies(at);
+        }
+    }
+
+    fn dies(&mut self, at: usize) {
         let mut object = self.objects.remove(at);
-        object.state = State::Dying;
+        (object.state, object.dirty) = (State::Dying, false);
         if object.pins > 0 {
             self.objects.push(object);
         }
@@ -180,6 +193,10 @@ impl Model {
             Op::Abandon(n) => {
                 let Some(n) = at(n) else { return };
                 self.abandon(arena, n);
+            }
+            Op::Discard(n) => {
+                let Some(n) = at(n) else { return };
+                self.discard(arena, n);
             }
             Op::Touch(n, count) => self.touch(arena, &(n..n + count).collect::<Vec<_>>()),
             Op::WriteBack => {

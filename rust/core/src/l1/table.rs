@@ -1,7 +1,7 @@
 //! The table of objects under the writer lock: making, burying, evicting, reaping and rebuilding.
 //!
 //! Every entry that is not EMPTY is in the LRU list; those FILLING or READY are in the index as
-//! well. A DYING one may still be in the index (its abandoner did not get the lock); whoever meets
+//! well. A DYING one may still be in the index (who gave it up did not get the lock); whoever meets
 //! it under the lock buries it: out of the index, and freed at once or, while pinned, kept at the
 //! tail of the list, where every search for room begins.
 
@@ -25,6 +25,7 @@ const WALK_MAX: usize = 16 << 10;
 const HIGH_WATER: usize = 0;
 const FREES: usize = 1;
 const EVICTIONS: usize = 2;
+const DISCARDS: usize = 3;
 
 /// What [`Table::make`] did.
 pub(super) enum Made {
@@ -109,6 +110,15 @@ impl Table {
 
     pub(super) fn evictions(&self) -> u64 {
         self.root().spare[EVICTIONS].load(Ordering::Relaxed)
+    }
+
+    pub(super) fn discards(&self) -> u64 {
+        self.root().spare[DISCARDS].load(Ordering::Relaxed)
+    }
+
+    /// Counts an object that was discarded. Needs no lock.
+    pub(super) fn count_discard(&self) {
+        self.root().spare[DISCARDS].fetch_add(1, Ordering::Relaxed);
     }
 
     /// The entry with `key`, whatever its state.

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -30,18 +30,43 @@ pub(crate) fn watched(body: impl FnOnce() + Send + 'static) {
     }
 }
 
-pub(crate) fn options(dir: &Path, cpu_bytes: u64, engine: EngineChoice) -> CacheOptions {
-    CacheOptions {
-        cache_dir: Some(dir.join("cache")),
-        ram_dir: dir.join("ram"),
-        cpu_bytes,
-        disk_capacity_bytes: None,
-        shared: true,
-        io_engine: engine,
-        checksum: true,
-        durability: Durability::None,
-        write_policy: WritePolicy::WriteThrough,
-        worker: false,
+/// Folders and settings of one test: memory in a tmpfs, the disk tier on a real file system.
+pub(crate) struct Place {
+    pub(crate) options: CacheOptions,
+    pub(crate) disk: tempfile::TempDir,
+    _ram: tempfile::TempDir,
+}
+
+impl Place {
+    pub(crate) fn new(engine: EngineChoice, cpu_bytes: u64) -> Self {
+        let ram = tempfile::tempdir_in("/dev/shm").unwrap();
+        let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let options = CacheOptions {
+            cache_dir: Some(disk.path().join("cache")),
+            ram_dir: ram.path().join("ram"),
+            cpu_bytes,
+            disk_capacity_bytes: None,
+            shared: true,
+            io_engine: engine,
+            checksum: true,
+            durability: Durability::None,
+            write_policy: WritePolicy::WriteThrough,
+            worker: false,
+        };
+        Self { options, disk, _ram: ram }
+    }
+
+    pub(crate) fn memory_only(cpu_bytes: u64) -> Self {
+        let mut place = Self::new(EngineChoice::Auto, cpu_bytes);
+        place.options.cache_dir = None;
+        place
+    }
+
+    /// The file of the object of this index.
+    pub(crate) fn file(&self, index: u32) -> PathBuf {
+        let hex = key(index).hex();
+        let is_its = |path: &PathBuf| path.to_string_lossy().contains(&hex);
+        object_files(self.disk.path()).into_iter().find(is_its).expect("it is on disk")
     }
 }
 
@@ -157,7 +182,7 @@ pub(crate) fn count(cache: &Cache, name: &str) -> u64 {
     counters.iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("{name}")).1
 }
 
-pub(crate) fn object_files(dir: &Path) -> Vec<std::path::PathBuf> {
+pub(crate) fn object_files(dir: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut dirs = vec![dir.to_path_buf()];
     while let Some(dir) = dirs.pop() {
