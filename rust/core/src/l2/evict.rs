@@ -28,9 +28,14 @@ pub(super) enum Room {
     Nothing,
 }
 
-enum Fate {
-    Gone,
-    Leased,
+/// What became of a file that was to go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    Removed,
+    /// There was nothing of that name.
+    Missing,
+    /// Somebody reads or writes it.
+    InUse,
 }
 
 impl DiskStore {
@@ -67,12 +72,12 @@ impl DiskStore {
         let mut finished = Vec::with_capacity(victims.len());
         for victim in victims {
             let to = match self.remove_victim(victim) {
-                Ok(Fate::Gone) => {
+                Ok(Fate::Removed | Fate::Missing) => {
                     bytes += victim.file_bytes;
                     count(&self.counters.evicted);
                     Outcome::Free
                 }
-                Ok(Fate::Leased) => {
+                Ok(Fate::InUse) => {
                     busy += 1;
                     count(&self.counters.leased_skips);
                     Outcome::InUse
@@ -89,14 +94,11 @@ impl DiskStore {
     }
 
     fn remove_victim(&self, victim: &Snapshot) -> Result<Fate> {
-        let Some(namespace) = self.pool.namespace(victim.namespace) else { return Ok(Fate::Gone) };
+        let Some(namespace) = self.pool.namespace(victim.namespace) else {
+            return Ok(Fate::Missing);
+        };
         let path = self.path(&namespace, &victim.info.key);
-        let Some(file) = sys::file::open_read(&path, false)? else { return Ok(Fate::Gone) };
-        if !sys::lock::flock_exclusive(&file)? {
-            return Ok(Fate::Leased);
-        }
-        sys::file::unlink(&path)?;
-        Ok(Fate::Gone)
+        remove_idle(&path)
     }
 
     /// Decides about records whose owners died at work: their files tell what became of them.
@@ -178,9 +180,21 @@ impl DiskStore {
     }
 }
 
-/// Removes a namespace's directories, as far as they are empty but for the manifest and
-/// what was learned about its loads. A writer
-/// that finds its directory gone makes it again.
+/// Removes what has the name, unless it is a file that somebody is at.
+pub(super) fn remove_idle(path: &Path) -> Result<Fate> {
+    // Locked until the name is gone.
+    let _file = match sys::file::open_read(path, false) {
+        Ok(None) => return Ok(Fate::Missing),
+        Ok(Some(file)) if !sys::lock::flock_exclusive(&file)? => return Ok(Fate::InUse),
+        Ok(file) => file,
+        Err(error) if sys::file::is_unopenable(&error) => None,
+        Err(error) => return Err(error),
+    };
+    Ok(if sys::file::remove(path)? { Fate::Removed } else { Fate::Missing })
+}
+
+/// Removes a namespace's directories, as far as they are empty but for the manifest and what was
+/// learned about its loads. A writer that finds its directory gone makes it again.
 fn remove_empty(dir: &Path) -> Result<()> {
     let mut empty = true;
     for entry in sys::object::list(dir)? {

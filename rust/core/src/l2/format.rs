@@ -63,11 +63,14 @@ pub enum Damage {
     /// The payload is not what was written.
     #[error("the payload's checksum is wrong")]
     Payload,
+    /// What has its name cannot be opened: a link, or a file that we may not read.
+    #[error("what has the object's name cannot be opened")]
+    Unopenable,
 }
 
 impl Damage {
     /// Every kind, in the order of [`Damage::index`].
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Truncated,
         Self::Longer,
         Self::Magic,
@@ -77,6 +80,7 @@ impl Damage {
         Self::Key,
         Self::Namespace,
         Self::Payload,
+        Self::Unopenable,
     ];
 
     /// Its place in [`Damage::ALL`].

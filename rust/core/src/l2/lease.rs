@@ -45,10 +45,22 @@ impl DiskStore {
         let Some(record) = self.present(key) else { return Ok(None) };
         let Some(namespace) = self.pool.namespace(record.namespace) else { return Ok(None) };
         let path = self.path(&namespace, key);
-        let Some((file, direct)) = self.open_object(&path)? else {
-            count(&self.counters.missing);
-            self.settle([Finish { record: record.index, word: record.word, to: Outcome::Free }]);
-            return Ok(None);
+        let (file, direct) = match self.open_object(&path) {
+            Ok(Some(opened)) => opened,
+            Ok(None) => {
+                count(&self.counters.missing);
+                let (record, word) = (record.index, record.word);
+                self.settle([Finish { record, word, to: Outcome::Free }]);
+                return Ok(None);
+            }
+            Err(error) if sys::file::is_unopenable(&error) => {
+                log::warn!("{error}");
+                // 0 where not even that can be told; no inode has that number.
+                let inode = sys::file::inode_of(&path).ok().flatten().map_or(0, |(_, inode)| inode);
+                self.drop_object(key, &namespace, inode, Damage::Unopenable);
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
         };
         if !sys::lock::flock_shared(&file)? {
             count(&self.counters.missing);
@@ -100,24 +112,27 @@ impl DiskStore {
 
     /// Takes a damaged object out of the store: counted, and a miss until it is published anew.
     pub fn quarantine(&self, lease: &DiskLease, why: Damage) {
+        self.drop_object(&lease.key, &lease.namespace, lease.inode, why);
+    }
+
+    fn drop_object(&self, key: &ObjectKey, namespace: &Namespace, inode: u64, why: Damage) {
         count(&self.counters.damaged[why.index()]);
-        let path = self.path(&lease.namespace, &lease.key);
+        let path = self.path(namespace, key);
         log::warn!("{}: {why}; the object is dropped", path.display());
-        let found = self.table.find(&lease.key);
+        let found = self.table.find(key);
         {
             let mut negative = locked(&self.negative);
             if negative.len() >= NEGATIVES_MAX {
                 negative.clear();
             }
-            negative.insert(lease.key, Negative { record: found, inode: lease.inode });
+            negative.insert(*key, Negative { record: found, inode });
             self.negatives.store(negative.len(), Ordering::Relaxed);
         }
         let removed = self.write_lock(LOCK_WAIT.into(), |writer| {
-            let Some((i, word)) = self.table.find(&lease.key) else { return Ok(()) };
-            let same =
-                matches!(sys::file::inode_of(&path)?, Some((_, inode)) if inode == lease.inode);
+            let Some((i, word)) = self.table.find(key) else { return Ok(()) };
+            let same = matches!(sys::file::inode_of(&path)?, Some((_, now)) if now == inode);
             if same && word.state() == State::Present {
-                sys::file::unlink(&path)?;
+                sys::file::remove(&path)?;
                 self.table.finish(writer, i, word, Outcome::Free);
             }
             Ok(())
@@ -147,16 +162,21 @@ impl DiskStore {
         None
     }
 
+    /// The file, and whether it was opened with `O_DIRECT`.
     fn open_object(&self, path: &Path) -> Result<Option<(OwnedFd, bool)>> {
-        if self.direct.load(Ordering::Relaxed) {
+        let direct = self.direct.load(Ordering::Relaxed);
+        if direct {
             match sys::file::open_read(path, true) {
-                Err(error) if error.errno() == Some(libc::EINVAL) => {
-                    self.direct.store(false, Ordering::Relaxed);
-                }
+                Err(error) if error.errno() == Some(libc::EINVAL) => {}
                 opened => return Ok(opened?.map(|file| (file, true))),
             }
         }
-        Ok(sys::file::open_read(path, false)?.map(|file| (file, false)))
+        let Some(file) = sys::file::open_read(path, false)? else { return Ok(None) };
+        if direct && sys::file::stat(&file)?.is_file {
+            // Of a directory it would say nothing about the file system.
+            self.direct.store(false, Ordering::Relaxed);
+        }
+        Ok(Some((file, false)))
     }
 }
 

@@ -122,7 +122,7 @@ pub struct L2Gauges {
     /// Objects whose file was gone or going.
     pub missing: u64,
     /// Damaged objects by kind, in the order of [`Damage::ALL`].
-    pub damaged: [u64; 9],
+    pub damaged: [u64; Damage::ALL.len()],
     /// System calls that failed.
     pub errors: u64,
     /// Whether writes rest after such a failure.
@@ -141,7 +141,7 @@ struct Counters {
     leased_skips: AtomicU64,
     leases: AtomicU64,
     missing: AtomicU64,
-    damaged: [AtomicU64; 9],
+    damaged: [AtomicU64; Damage::ALL.len()],
     errors: AtomicU64,
     swept: AtomicU64,
 }

@@ -255,7 +255,7 @@ impl DiskStore {
         }
         // What has the name is not this object: nothing else could ever be stored under it.
         log::warn!("{} was not the object of its name: replaced", path.display());
-        sys::file::unlink(path)?;
+        sys::file::remove(path)?;
         if file.publish(path)? {
             return Ok(Linked::New);
         }
@@ -265,8 +265,16 @@ impl DiskStore {
 
     /// Whether the file of that name is the object that `header` describes.
     fn is_same(&self, header: &Header, path: &Path) -> Result<bool> {
-        let Some(file) = sys::file::open_read(path, false)? else { return Ok(false) };
+        let file = match sys::file::open_read(path, false) {
+            Ok(Some(file)) => file,
+            Ok(None) => return Ok(false),
+            Err(error) if sys::file::is_unopenable(&error) => return Ok(false),
+            Err(error) => return Err(error),
+        };
         let stat = sys::file::stat(&file)?;
+        if !stat.is_file {
+            return Ok(false);
+        }
         let damaged = locked(&self.negative).get(&header.key).map(|negative| negative.inode);
         if damaged == Some(stat.inode) {
             return Ok(false);

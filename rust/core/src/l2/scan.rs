@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::evict::Room;
+use super::evict::{Fate, Room, remove_idle};
 use super::format::{Header, Page};
 use super::snapshot::{self, Known};
 use super::table::{Outcome, State};
@@ -183,9 +183,11 @@ impl DiskStore {
                     continue;
                 }
             }
-            let judged = match directory.open_file(&name)? {
-                Some((file, entry)) => judge(namespace, key, &file, &entry, dir, &mut page)?,
-                None => continue,
+            let judged = match directory.open_file(&name) {
+                Ok(Some((file, entry))) => judge(namespace, key, &file, &entry, dir, &mut page)?,
+                Ok(None) => continue,
+                Err(error) if sys::file::is_unopenable(&error) => Err(Damage::Unopenable),
+                Err(error) => return Err(error),
             };
             match judged {
                 Ok(object) => found.push(object),
@@ -202,8 +204,7 @@ impl DiskStore {
 
     /// Removes a file that nobody is at.
     fn sweep(&self, path: &Path) -> Result<()> {
-        let Some(file) = sys::file::open_read(path, false)? else { return Ok(()) };
-        if sys::lock::flock_exclusive(&file)? && sys::file::unlink(path)? {
+        if remove_idle(path)? == Fate::Removed {
             count(&self.counters.swept);
         }
         Ok(())

@@ -281,6 +281,36 @@ fn every_lying_file_is_a_miss_and_counted_by_kind() {
 }
 
 #[test]
+fn what_has_an_objects_name_and_is_no_file_goes_when_it_is_met() {
+    let link: Lie = |path| std::os::unix::fs::symlink("nowhere", path).unwrap();
+    for impostor in [link, |path| fs::create_dir(path).unwrap()] {
+        let rig = Rig::new(None);
+        let store = rig.open();
+        let direct = store.direct.load(Ordering::Relaxed);
+        let path = store.path(&NAMESPACE, &key(1));
+        let replace = |store: &DiskStore| {
+            assert_eq!(put(store, 1, 10_000), Written::Stored);
+            assert_eq!(get(store, 1).unwrap(), payload(1, 10_000));
+            fs::remove_file(&path).unwrap();
+            impostor(&path);
+        };
+        replace(&store);
+        assert!(store.lease(&key(1)).unwrap().is_none(), "read");
+        assert_eq!(store.gauges().damaged.iter().sum::<u64>(), 1);
+        assert!(!has(&store, 1) && store.is_negative(&key(1)));
+        assert_eq!((store.gauges().bytes, store.direct.load(Ordering::Relaxed)), (0, direct));
+        replace(&store);
+        assert_eq!(store.make_room(1).unwrap(), evict::Room::Made, "evicted");
+        replace(&store);
+        drop(store);
+        let store = rig.open();
+        assert_eq!(store.gauges().bytes, 0, "found by a scan");
+        replace(&store);
+        store.check().unwrap();
+    }
+}
+
+#[test]
 fn the_scan_removes_lying_files_and_leftovers() {
     for (damage, lie) in lies() {
         let rig = Rig::new(None);

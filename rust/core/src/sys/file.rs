@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, FallocateFlags, MemfdFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, FileType, MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::fault::{self, Call};
@@ -19,6 +19,8 @@ pub struct FileStat {
     pub device: u64,
     /// Its inode.
     pub inode: u64,
+    /// Whether it is a regular file.
+    pub is_file: bool,
     /// Its length in bytes.
     pub len: u64,
     /// Names it has; 0 once it was unlinked.
@@ -92,6 +94,15 @@ pub fn open_read(path: &Path, direct: bool) -> Result<Option<OwnedFd>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed("opening", path, error)),
     }
+}
+
+/// Whether [`open_read`] failed because of what has the name, and will fail again for as long as that
+/// has it; not because of the disk, nor for want of descriptors or memory.
+pub fn is_unopenable(error: &Error) -> bool {
+    matches!(
+        error.errno(),
+        Some(libc::ELOOP | libc::EACCES | libc::EPERM | libc::ENXIO | libc::ENODEV)
+    )
 }
 
 /// An anonymous file in memory.
@@ -229,6 +240,7 @@ pub fn stat(file: impl AsFd) -> Result<FileStat> {
     Ok(FileStat {
         device: stat.st_dev,
         inode: stat.st_ino,
+        is_file: FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile,
         len: u64::try_from(stat.st_size).unwrap_or(0),
         nlink: stat.st_nlink,
     })
@@ -240,6 +252,16 @@ pub fn unlink(path: &Path) -> Result<bool> {
         Ok(()) => Ok(true),
         Err(Errno::NOENT) => Ok(false),
         Err(error) => Err(failed("removing", path, error)),
+    }
+}
+
+/// Removes whatever has the name, a directory only if it is empty; `false` where there was nothing.
+pub fn remove(path: &Path) -> Result<bool> {
+    match unlink(path) {
+        Err(error) if error.errno() == Some(libc::EISDIR) && super::object::remove_dir(path) => {
+            Ok(true)
+        }
+        other => other,
     }
 }
 
