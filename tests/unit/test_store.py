@@ -137,6 +137,21 @@ def test_reopening(places, shared):
         assert lease.read(0) == b"kept" * 4096
 
 
+def test_a_directory_that_was_moved(places, tmp_path):
+    data = payload(8, 70_000)
+    with TieredStore(**places, cpu_bytes=64 * MIB, shared=True) as store:
+        assert store.put(b"one", data)
+        store.flush()
+    # The pool that is left has this directory's name, and thinks that it is gone.
+    moved = Path(places["cache_dir"]).rename(tmp_path / "moved")
+    places["cache_dir"] = str(moved)
+    with (
+        TieredStore(**places, cpu_bytes=64 * MIB, shared=True) as store,
+        store.lease_many([b"one"]) as lease,
+    ):
+        assert lease.read(0) == data
+
+
 def test_memory_only(ram_folder):
     with TieredStore(ram_dir=str(ram_folder), cpu_bytes=64 * MIB, shared=False) as store:
         assert store.put(b"key", b"m" * 9999)

@@ -132,9 +132,10 @@ impl Pool {
         check_fits(&geometry, &options, &place)?;
         let id = place.pool_id()?;
         let dir = place.pool_dir(&id);
+        // Before our own is made: the pool of a cache_dir that was moved has the same name.
+        sweep::remove_orphans(&place.ram_dir);
         sys::file::create_dirs(&dir)?;
         sys::file::dir_is_ours(&dir)?;
-        sweep::remove_orphans(&place.ram_dir);
         let path = dir.join("pool");
         let patient_until = Instant::now() + PATIENCE;
         let mut opener =
