@@ -12,21 +12,21 @@ Stores may be used from several threads at once; one lease belongs to one thread
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat, is_on_device
 from lakecache.config import CacheConfig
 from lakecache.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
     DeadlineError,
-    EngineUnavailableError,
     LeaseLostError,
 )
 
@@ -74,6 +74,7 @@ class _Store:
             durability=config.durability,
             write_policy=config.write_policy,
         )
+        self._access = DeviceAccess()
         try:
             number = self._cache.namespace(self._digest, manifest)
             if number is None:
@@ -128,17 +129,31 @@ class _Store:
             TypeError: `data` is not contiguous bytes in host memory.
             ClosedError: the store is closed.
         """
-        source = _bytes_of(data)
+        source = bytes_of(data)
         if not source.nbytes:
             raise ConfigError("an object of 0 bytes cannot be stored; data is empty")
-        return self._put(self.key(key), source, parent, timeout)
 
-    def put_device(self, key: bytes, tensor: Any, *, timeout: float = 1.0) -> bool:
-        """Store a tensor in GPU memory. Not in this release: raises EngineUnavailableError."""
-        raise EngineUnavailableError(
-            "GPU transfer: not built. Copy the tensor to host memory first: "
-            "store.put(key, tensor.cpu())."
-        )
+        def fill(slot: tuple[int, int]) -> None:
+            fill_views(self._open().view(*slot), source)
+
+        return self._put(self.key(key), source.nbytes, fill, parent, timeout)
+
+    def put_device(
+        self, key: bytes, tensor: Any, *, parent: bytes | None = None, timeout: float = 1.0
+    ) -> bool:
+        """Store the bytes of a tensor where it lies, in GPU memory above all; like `put`.
+
+        The copy follows the work queued on the device's current stream, and is over when the call
+        returns.
+
+        Raises:
+            TypeError: it is not a contiguous torch tensor.
+        """
+        source = flat(tensor)
+        if not source.numel():
+            raise ConfigError("an object of 0 bytes cannot be stored; the tensor is empty")
+        fill = partial(self._access.store, self._open(), source)
+        return self._put(self.key(key), source.numel(), fill, parent, timeout)
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many leading keys are present in any tier, and how many of those in memory.
@@ -207,6 +222,7 @@ class _Store:
         """
         cache, self._cache = self._cache, None
         if cache is not None:
+            self._access.close()
             cache.close(timeout)
 
     def __enter__(self) -> Self:
@@ -238,7 +254,14 @@ class _Store:
         joined = self._keys(keys)
         return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
-    def _put(self, name: bytes, source: memoryview, parent: bytes | None, timeout: float) -> bool:
+    def _put(
+        self,
+        name: bytes,
+        size: int,
+        fill: Callable[[tuple[int, int]], None],
+        parent: bytes | None,
+        timeout: float,
+    ) -> bool:
         cache = self._open()
         above = None if parent is None else self.key(parent)
         deadline = time.monotonic() + timeout
@@ -247,13 +270,13 @@ class _Store:
             if cache.lookup(name)[0]:
                 cache.touch(name)
                 return True
-            return cache.reserve(self._namespace, name, KIND, above, 0, 0, 1, source.nbytes)
+            return cache.reserve(self._namespace, name, KIND, above, 0, 0, 1, size)
 
         slot = _wait(reserve, deadline)
         if not isinstance(slot, tuple):
             return slot is True
         try:
-            _fill(cache.view(*slot), source)
+            fill(slot)
         except BaseException:
             cache.abandon(*slot)
             raise
@@ -348,6 +371,7 @@ class StoreLease:
     ) -> None:
         """Made by a store. `runs` are (first index, count, lease of that run)."""
         self._cache = store._open()
+        self._access = store._access
         self._names = names
         self._runs = runs
         self._started: set[int] = set()
@@ -395,8 +419,13 @@ class StoreLease:
         return b"".join(self.view(index, timeout=timeout))
 
     def copy_into(self, index: int, target: Any, *, timeout: float = 30.0) -> None:
-        """Copy the object into a writable contiguous buffer or host tensor of the same size."""
-        space = _bytes_of(target)
+        """Copy the object into a writable contiguous buffer of the same size, or into a contiguous
+        tensor on any device. The copy is over when the call returns.
+        """
+        if is_on_device(target):
+            self._access.load(self._cache, flat(target), self._ready(index, timeout))
+            return
+        space = bytes_of(target)
         if space.readonly:
             raise TypeError("the target is read-only")
         views = self.view(index, timeout=timeout)
@@ -533,17 +562,6 @@ def _wait(look: Callable[[], Any], deadline: float) -> Any:
         pause = min(pause * 2, LONGEST_SLEEP_SECONDS)
 
 
-def _fill(views: Sequence[memoryview], source: memoryview) -> None:
-    """Copy `source` over the extents of a new object."""
-    at = 0
-    for view in views:
-        with view:
-            view[:] = source[at : at + view.nbytes]
-            at += view.nbytes
-    if at != source.nbytes:
-        raise LeaseLostError("the space reserved for an object is gone")
-
-
 def _checked(keys: Iterable[bytes]) -> Iterable[bytes]:
     if isinstance(keys, bytes | bytearray | str):
         raise TypeError(f"keys must be a sequence of bytes, not one {type(keys).__name__}")
@@ -562,23 +580,3 @@ def _namespace_digest(
     if isinstance(namespace, bytes) and len(namespace) == KEY_BYTES:
         return namespace, json.dumps({"made_by": "lakecache.store", "digest": namespace.hex()})
     raise ConfigError(f"namespace is {namespace!r}; it must be a name or a digest of 32 bytes")
-
-
-def _bytes_of(data: Any) -> memoryview:
-    """The memory of a buffer or of a host tensor, as bytes, without a copy.
-
-    The view of a tensor keeps the tensor alive.
-    """
-    storage = getattr(data, "untyped_storage", None)
-    if storage is None:
-        return memoryview(data).cast("B")
-    if data.device.type != "cpu":
-        raise TypeError(f"the tensor is on {data.device}; copy it to host memory first (.cpu())")
-    if not data.is_contiguous():
-        raise TypeError("the tensor is not contiguous; use .contiguous()")
-    size = data.numel() * data.element_size()
-    if not size:
-        return memoryview(b"")
-    memory = (ctypes.c_uint8 * size).from_address(data.data_ptr())
-    memory._owner = data  # from_address owns nothing
-    return memoryview(memory).cast("B")
