@@ -20,7 +20,7 @@ def main() -> int:
     good = True
     with samples.places() as places, TieredStore(**places, cpu_bytes="256MiB") as store:
         for name, tensor in tensors.items():
-            good &= store.put(name.encode(), tensor.cpu())
+            good &= store.put_device(name.encode(), tensor)
         store.flush()
         for what in ("as stored", "memory emptied", "once more"):
             if what == "memory emptied":
@@ -28,7 +28,7 @@ def main() -> int:
             with store.lease_many(names) as lease:
                 source = lease.tier(0)
                 for index, tensor in enumerate(tensors.values()):
-                    back = torch.empty_like(tensor, device="cpu")
+                    back = torch.empty_like(tensor)
                     lease.copy_into(index, back)
                     good &= samples.same_bytes(tensor, back)
             good &= source == ("disk" if what == "memory emptied" else "memory")

@@ -20,8 +20,9 @@ __all__ = ["Lane", "LaneJob", "StagingBuffers"]
 
 log = logging.getLogger("vllm.lakecache")
 
-# A batch: long enough to hide launches and the kernel of the last one, short enough to overlap.
-BATCH_BYTES = 64 << 20
+# A batch: several chunks of a large model, so that launches cost the engine's thread little, and
+# short enough for its kernel not to matter (docs/decisions/0003).
+BATCH_BYTES = 128 << 20
 # Block ids of one batch; the driver embeds copies of up to 64 KiB in its command stream.
 BATCH_IDS = 16384
 # All four buffers, unless four of the largest objects need more.
