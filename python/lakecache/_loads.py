@@ -52,7 +52,7 @@ class Loads:
         """Begin to load the leading objects of the request's lease."""
         load = Load(self._idents(), tracked.lease, objects, same_step=same_step)
         load.lease.truncate(len(objects))
-        load.lease.start(0)
+        load.lease.start()
         self._begin(tracked.request.request_id, load)
         tracked.lease, tracked.asked, tracked.load = None, None, load
         if same_step:

@@ -495,7 +495,7 @@ class StoreLease:
         number, first, lease = found
         if number not in self._started:
             self._started.add(number)
-            lease.start(0)
+            lease.start()
 
         def arrived() -> tuple[int, int] | None:
             for at, entry, generation in lease.slots():

@@ -208,10 +208,10 @@ class Lease:
     def tiers(self) -> bytes:
         return self.disk
 
-    def start(self, first: int) -> None:
+    def start(self) -> None:
         self.started = True
         for index, key in enumerate(self.keys):
-            if index in self.held or index < first:
+            if index in self.held:
                 continue
             if self.pool.ready(key):
                 self._hold(index, self.pool.by_key[key])

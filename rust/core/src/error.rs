@@ -14,8 +14,6 @@ pub enum ErrorKind {
     NoSpace,
     /// A stored object's bytes are not what was stored: counts as a miss.
     Corrupt,
-    /// A slot or lease is not held any more: recompute.
-    LeaseLost,
     /// A system call failed; the source has the code.
     Io,
     /// A facility asked for by name is missing here.

@@ -1,6 +1,7 @@
 //! The identity of an object: a namespace and a key, both BLAKE3 digests.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Error, ErrorKind, Result};
 
@@ -30,6 +31,31 @@ impl ObjectKey {
         let mut head = [0; 8];
         head.copy_from_slice(&self.0[..8]);
         u64::from_le_bytes(head)
+    }
+
+    /// The key as the four words that shared tables keep.
+    pub(crate) fn words(&self) -> [u64; 4] {
+        let mut words = [0; 4];
+        for (word, bytes) in words.iter_mut().zip(self.0.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        words
+    }
+
+    /// Writes the key into a shared table; whoever reads meanwhile may see half of it.
+    pub(crate) fn store(&self, words: &[AtomicU64; 4]) {
+        for (word, value) in words.iter().zip(self.words()) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Reads what [`ObjectKey::store`] wrote.
+    pub(crate) fn load(words: &[AtomicU64; 4]) -> Self {
+        let mut key = [0; 32];
+        for (bytes, word) in key.as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+        }
+        Self(key)
     }
 
     /// 64 lower-case hexadecimal digits.

@@ -116,7 +116,7 @@ fn a_read_that_fails_is_a_miss_and_the_object_stays() {
             fault::set(Call::Read, libc::EIO);
             let lease = cache.lease(&keys(3)).unwrap();
             assert_eq!(settled(&lease), 3);
-            lease.start(0);
+            lease.start();
             let deadline = Instant::now() + LONG;
             while lease.failed() != Some(0) {
                 assert!(Instant::now() < deadline, "{:?}", lease.failed());

@@ -159,7 +159,7 @@ fn step(arena: &Arena, random: &mut Random) {
     }
     match random.below(64) {
         0 => drop(arena.clear()),
-        1..8 => arena.dirty(4).into_iter().for_each(|slot| arena.set_clean(slot, false)),
+        1..8 => arena.dirty(4).into_iter().for_each(|slot| arena.set_clean(slot)),
         8..24 => {
             let first = n / 8 * 8;
             arena.touch(&(first..first + 8).map(key).collect::<Vec<_>>());
@@ -172,7 +172,7 @@ fn step(arena: &Arena, random: &mut Random) {
 fn assert_nothing_leaked(pool: &Pool, arena: &Arena) {
     wait_until("dead members are reaped and all is freed", || {
         pool.reap_dead();
-        arena.dirty(1000).into_iter().for_each(|slot| arena.set_clean(slot, false));
+        arena.dirty(1000).into_iter().for_each(|slot| arena.set_clean(slot));
         arena.clear();
         arena.gauges().entries == 0
     });
@@ -338,7 +338,7 @@ fn pins_and_claims_of_a_killed_process_go_with_it() {
         arena.gauges().pinned == 0
     });
     wait_until("the claim passes to us", || arena.dirty(10) == [dirty]);
-    arena.set_clean(dirty, false);
+    arena.set_clean(dirty);
     assert!(slots.iter().all(|&slot| arena.state(slot) == SlotState::Ready));
     assert_nothing_leaked(&pool, &arena);
 }

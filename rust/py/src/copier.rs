@@ -91,11 +91,6 @@ impl PyCopier {
         self.copier.poll().into_iter().map(|(job, outcome)| (job, code(outcome))).collect()
     }
 
-    /// Jobs queued or being copied.
-    fn pending(&self) -> usize {
-        self.copier.pending()
-    }
-
     /// Ends the threads; queued jobs end as gone.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.copier.close());

@@ -37,9 +37,9 @@ impl PyLease {
         PyBytes::new(py, &tiers)
     }
 
-    /// Gives back the keys before `first` and begins to read what is on disk.
-    fn start(&self, py: Python<'_>, first: usize) {
-        py.detach(|| self.lease.start(first));
+    /// Begins to read what is on disk.
+    fn start(&self, py: Python<'_>) {
+        py.detach(|| self.lease.start());
     }
 
     /// (index, entry, generation) of the slots not handed out before.

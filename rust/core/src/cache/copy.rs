@@ -57,7 +57,6 @@ struct Job {
 struct Queue {
     jobs: VecDeque<Job>,
     results: Vec<(u64, Outcome)>,
-    running: usize,
     closed: bool,
 }
 
@@ -136,12 +135,6 @@ impl Copier {
         std::mem::take(&mut self.shared.lock().results)
     }
 
-    /// Jobs queued or being copied.
-    pub fn pending(&self) -> usize {
-        let queue = self.shared.lock();
-        queue.jobs.len() + queue.running
-    }
-
     /// Ends the threads after the copies being made; queued jobs end as [`Outcome::Gone`].
     pub fn close(&self) {
         {
@@ -190,11 +183,9 @@ fn run(shared: &Shared) {
                 }
             }
         };
-        queue.running += 1;
         drop(queue);
         let outcome = attempt(&shared.arena, &job);
         let mut queue = shared.lock();
-        queue.running -= 1;
         match outcome {
             Some(outcome) => {
                 queue.results.push((job.id, outcome));

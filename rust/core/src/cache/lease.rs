@@ -153,13 +153,10 @@ impl Lease {
         state.from_disk.iter().map(|disk| if *disk { Tier::Disk } else { Tier::Memory }).collect()
     }
 
-    /// Gives the keys before `first` back and begins to read what is on disk.
-    pub fn start(&self, first: usize) {
+    /// Begins to read what is on disk.
+    pub fn start(&self) {
         let mut state = self.shared.lock();
-        for index in 0..first.min(state.items.len()) {
-            state.give_back(&self.shared.inner, index);
-        }
-        state.next = Some(first);
+        state.next = Some(0);
         state.progress = Instant::now();
         drop(state);
         self.shared.pump();
@@ -360,7 +357,7 @@ impl Shared {
         };
         let mut header = Page::zeroed();
         let mut segments = vec![Segment { address: header.0.as_mut_ptr(), bytes: HEADER_BYTES }];
-        let mut left = align_up(file.payload_bytes, PAGE_BYTES);
+        let mut left = align_up(file.info.payload_bytes, PAGE_BYTES);
         for (offset, bytes) in extents {
             let bytes = bytes.min(left);
             left -= bytes;
@@ -370,7 +367,7 @@ impl Shared {
         }
         Stats::add(&counters.disk_payload_reads, 1);
         let key = self.keys[index];
-        inner.stats.event("read", "disk", key, file.payload_bytes);
+        inner.stats.event("read", "disk", key, file.info.payload_bytes);
         let shared = Arc::clone(self);
         let request = ReadRequest {
             file: Arc::clone(&file.file),
@@ -406,19 +403,19 @@ impl Shared {
                 return self.end_read(index, slot);
             }
             Ok(ReadOutcome::Short { .. }) => Err(Damage::Truncated),
-            Ok(ReadOutcome::Complete) => self.verify(slot, file, header, &key),
+            Ok(ReadOutcome::Complete) => self.verify(slot, file, header),
         };
         match verdict {
             Ok(checksum) => {
-                Stats::add(&counters.disk_read_bytes, file.payload_bytes);
+                Stats::add(&counters.disk_read_bytes, file.info.payload_bytes);
                 if inner.arena.publish(slot, checksum, false) {
                     Stats::add(&counters.promotions, 1);
-                    inner.stats.event("promote", "memory", key, file.payload_bytes);
+                    inner.stats.event("promote", "memory", key, file.info.payload_bytes);
                 }
             }
             Err(damage) => {
                 Stats::add(&counters.damaged, 1);
-                inner.stats.event("damaged", "disk", key, file.payload_bytes);
+                inner.stats.event("damaged", "disk", key, file.info.payload_bytes);
                 if let Some(disk) = &inner.disk {
                     disk.quarantine(file, damage);
                 }
@@ -427,18 +424,8 @@ impl Shared {
         }
     }
 
-    fn verify(
-        &self,
-        slot: Slot,
-        file: &DiskLease,
-        page: &Page,
-        key: &ObjectKey,
-    ) -> Result<u64, Damage> {
-        let header = Header::parse(&page.0)?;
-        header.check(&file.namespace, key, file.len)?;
-        if header.payload_bytes != file.payload_bytes {
-            return Err(Damage::Fields);
-        }
+    fn verify(&self, slot: Slot, file: &DiskLease, page: &Page) -> Result<u64, Damage> {
+        let header = file.check(Header::parse(&page.0)?)?;
         if self.inner.checksum && checksum_of(&self.inner.arena, slot) != header.payload_checksum {
             return Err(Damage::Payload);
         }

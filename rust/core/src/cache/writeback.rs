@@ -298,7 +298,6 @@ fn write(pool: &Pool, arena: &Arena, disk: &DiskStore, stats: &Stats, slot: Slot
     if !arena.pin(slot) {
         return;
     }
-    let mut on_disk = false;
     if let (Some(meta), Some(checksum), Some(spans)) =
         (arena.meta(slot), arena.checksum(slot), arena.spans(slot))
         && !pool.is_memory_only(meta.namespace)
@@ -320,15 +319,11 @@ fn write(pool: &Pool, arena: &Arena, disk: &DiskStore, stats: &Stats, slot: Slot
         };
         match disk.write(&info, &namespace, checksum, &segments) {
             Ok(Written::Stored) => {
-                on_disk = true;
                 Stats::add(&counters.writes, 1);
                 Stats::add(&counters.write_bytes, meta.payload_bytes);
                 stats.event("write", "disk", meta.key, meta.payload_bytes);
             }
-            Ok(Written::Exists) => {
-                on_disk = true;
-                Stats::add(&counters.writes_exist, 1);
-            }
+            Ok(Written::Exists) => Stats::add(&counters.writes_exist, 1),
             Ok(_) => Stats::add(&counters.writes_no_room, 1),
             Err(error) => {
                 Stats::add(&counters.write_errors, 1);
@@ -336,6 +331,6 @@ fn write(pool: &Pool, arena: &Arena, disk: &DiskStore, stats: &Stats, slot: Slot
             }
         }
     }
-    arena.set_clean(slot, on_disk);
+    arena.set_clean(slot);
     arena.unpin(slot);
 }

@@ -95,8 +95,6 @@ impl Word {
 pub(super) const DIRTY: u64 = 1;
 /// Some member writes it back; which one, is in the claimant's bits.
 pub(super) const CLAIMED: u64 = 1 << 1;
-/// It was written back.
-pub(super) const ON_DISK: u64 = 1 << 2;
 const CLAIMANT_SHIFT: u32 = 8;
 
 /// The flags of an entry claimed by `member`.
@@ -195,10 +193,10 @@ impl Entry {
     }
 
     pub(super) fn key(&self) -> ObjectKey {
-        ObjectKey(load_digest(&self.key))
+        ObjectKey::load(&self.key)
     }
 
-    /// Whether the key is `words`, as [`key_words`] makes them.
+    /// Whether the key is `words`, as [`ObjectKey::words`] makes them.
     pub(super) fn has_key(&self, words: &[u64; 4]) -> bool {
         self.key.iter().zip(words).all(|(own, word)| own.load(Ordering::Relaxed) == *word)
     }
@@ -228,8 +226,8 @@ impl Entry {
 
     /// Writes what I1 freezes; the word is EMPTY.
     pub(super) fn describe(&self, meta: &ObjectMeta, extents: &[Extent]) {
-        store_digest(&self.key, &meta.key.0);
-        store_digest(&self.parent, &meta.parent.map_or([0; 32], |parent| parent.0));
+        meta.key.store(&self.key);
+        meta.parent.unwrap_or(ObjectKey([0; 32])).store(&self.parent);
         let shape = u64::from(meta.namespace)
             | u64::from(meta.ranks) << 16
             | u64::from(meta.kind) << 32
@@ -247,7 +245,7 @@ impl Entry {
 
     pub(super) fn meta(&self) -> ObjectMeta {
         let shape = self.shape.load(Ordering::Relaxed);
-        let parent = (shape >> 40 & 1 == 1).then(|| ObjectKey(load_digest(&self.parent)));
+        let parent = (shape >> 40 & 1 == 1).then(|| ObjectKey::load(&self.parent));
         ObjectMeta {
             key: self.key(),
             namespace: (shape & 0xffff) as u16,
@@ -277,29 +275,6 @@ impl Entry {
 
 fn pin_bit(member: u8) -> (usize, u64) {
     (usize::from(member / 64), 1 << (member % 64))
-}
-
-/// A key as the four words that an entry keeps.
-pub(super) fn key_words(key: &ObjectKey) -> [u64; 4] {
-    let mut words = [0; 4];
-    for (word, bytes) in words.iter_mut().zip(key.0.as_chunks().0) {
-        *word = u64::from_le_bytes(*bytes);
-    }
-    words
-}
-
-fn store_digest(words: &[AtomicU64; 4], digest: &[u8; 32]) {
-    for (word, bytes) in words.iter().zip(digest.as_chunks().0) {
-        word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
-    }
-}
-
-fn load_digest(words: &[AtomicU64; 4]) -> [u8; 32] {
-    let mut digest = [0; 32];
-    for (bytes, word) in digest.as_chunks_mut().0.iter_mut().zip(words) {
-        *bytes = word.load(Ordering::Relaxed).to_le_bytes();
-    }
-    digest
 }
 
 #[cfg(test)]
@@ -338,7 +313,7 @@ mod tests {
             entry.describe(&meta, &extents);
             assert_eq!(entry.meta(), meta);
             assert!(entry.extents().eq(extents));
-            assert!(entry.has_key(&key_words(&meta.key)));
+            assert!(entry.has_key(&meta.key.words()));
         }
         for member in [0, 63, 64, 127] {
             entry.set_pin(member);

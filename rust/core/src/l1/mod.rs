@@ -18,7 +18,7 @@ use std::time::Duration;
 pub use self::entry::{EXTENTS_MAX, Extent};
 pub use self::extent::{Extents, Hints};
 
-use self::entry::{CLAIMED, DIRTY, Entry, ON_DISK, State, Word, claimant, claimed_by, key_words};
+use self::entry::{CLAIMED, DIRTY, Entry, State, Word, claimant, claimed_by};
 use self::pins::Pins;
 use self::table::{Made, Table};
 use crate::pool::index::prefetch_line;
@@ -194,7 +194,7 @@ impl Arena {
                 let entry = table.entry(i);
                 let word = entry.load();
                 // The key is read between two readings of the word: it is the word's.
-                let found = entry.has_key(&key_words(&keys[n])) && entry.load() == word;
+                let found = entry.has_key(&keys[n].words()) && entry.load() == word;
                 words[n].set(word.0);
                 found
             },
@@ -362,19 +362,13 @@ impl Arena {
     }
 
     /// Ends a write-back, successful or not: the object may be evicted.
-    pub fn set_clean(&self, slot: Slot, on_disk: bool) {
-        let flags = if on_disk { ON_DISK } else { 0 };
-        self.change_flags(slot, |_| flags);
+    pub fn set_clean(&self, slot: Slot) {
+        self.change_flags(slot, |_| 0);
     }
 
     /// Wants the object, which the caller has pinned, written back before it is evicted.
     pub fn mark_dirty(&self, slot: Slot) {
         self.change_flags(slot, |flags| if flags & CLAIMED == 0 { DIRTY } else { flags });
-    }
-
-    /// Whether the object is known to be on disk: written back from here.
-    pub fn is_on_disk(&self, slot: Slot) -> Option<bool> {
-        self.read(slot, |entry| entry.flags.load(Ordering::SeqCst) & ON_DISK != 0)
     }
 
     /// Notes the use of a chain of objects, root first: the root ends as the most recent one.

@@ -204,7 +204,7 @@ impl Model {
                 let dirty = self.objects.iter_mut().filter(|o| o.dirty);
                 assert_eq!(claimed.len(), dirty.map(|o| o.dirty = false).count());
                 for slot in claimed {
-                    arena.set_clean(slot, true);
+                    arena.set_clean(slot);
                 }
             }
             Op::Clear => {
@@ -273,7 +273,7 @@ proptest! {
             } else if object.state == State::Filling {
                 model.abandon(&arena, at);
             } else {
-                arena.dirty(usize::MAX).into_iter().for_each(|slot| arena.set_clean(slot, false));
+                arena.dirty(usize::MAX).into_iter().for_each(|slot| arena.set_clean(slot));
                 arena.clear();
                 model.objects.retain(|o| o.pins > 0 || o.state != State::Ready);
             }

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::entry::{DIRTY, Entry, Extent, ON_DISK, State, Word, claimant, key_words};
+use super::entry::{DIRTY, Entry, Extent, State, Word, claimant};
 use super::extent::{Extents, Hints};
 use super::{ObjectMeta, Purpose};
 use crate::ObjectKey;
@@ -123,7 +123,7 @@ impl Table {
 
     /// The entry with `key`, whatever its state.
     fn find(&self, key: &ObjectKey) -> Option<u32> {
-        let words = key_words(key);
+        let words = key.words();
         self.index.find(key.hash64(), |i| self.entry(i).has_key(&words))
     }
 
@@ -413,10 +413,9 @@ impl TableHooks for Table {
             }
             let flags = entry.flags.load(Ordering::SeqCst);
             if claimant(flags) == Some(dead_member) {
-                let open = flags & ON_DISK | DIRTY;
                 // A failure means that somebody else claimed it meanwhile.
                 let order = Ordering::SeqCst;
-                entry.flags.compare_exchange(flags, open, order, order).ok();
+                entry.flags.compare_exchange(flags, DIRTY, order, order).ok();
             }
             let word = entry.load();
             if word.state() == State::Filling && word.owner() == dead_member {

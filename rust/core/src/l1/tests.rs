@@ -174,8 +174,7 @@ fn a_pinned_a_dirty_and_a_filling_object_stay() {
     }
     assert_eq!(arena.dirty(9), [dirty]);
     assert_eq!(arena.dirty(9), [], "claimed once");
-    arena.set_clean(dirty, true);
-    assert_eq!(arena.is_on_disk(dirty), Some(true));
+    arena.set_clean(dirty);
     store(&arena, 6, None, size);
     assert_eq!(arena.state(dirty), SlotState::Gone);
     arena.check().unwrap();
@@ -260,7 +259,7 @@ fn reaping_frees_what_the_dead_member_had() {
     arena.unpin(made);
     assert_eq!(arena.gauges().entries, 1);
     assert_eq!(arena.dirty(1), [ready], "its write-back is open again");
-    arena.set_clean(ready, false);
+    arena.set_clean(ready);
     assert_eq!(arena.clear(), 4096);
     arena.check().unwrap();
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::format::{HEADER_BYTES, Header, Page};
+use super::format::{Header, Page};
 use super::table::{Outcome, Snapshot, State};
 use super::{Damage, DiskStore, Finish, LOCK_WAIT, Negative, count, locked};
 use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
@@ -21,22 +21,28 @@ pub struct DiskLease {
     pub file: Arc<OwnedFd>,
     /// Whether it was opened with `O_DIRECT`.
     pub direct: bool,
-    /// The object's key.
-    pub key: ObjectKey,
     /// What its record says it is.
     pub info: super::ObjectInfo,
     /// The object's namespace.
     pub namespace: Namespace,
     /// The namespace's number in the pool.
     pub namespace_id: u16,
-    /// Bytes of the payload.
-    pub payload_bytes: u64,
-    /// Where the payload begins.
-    pub payload_offset: u64,
     /// The file's inode.
     pub inode: u64,
     /// The file's length.
     pub len: u64,
+}
+
+impl DiskLease {
+    /// Compares what the file's header says with what its record and its name say.
+    pub fn check(&self, header: Header) -> Result<Header, Damage> {
+        header.check(&self.namespace, &self.info.key, self.len)?;
+        if header.payload_bytes == self.info.payload_bytes {
+            Ok(header)
+        } else {
+            Err(Damage::Fields)
+        }
+    }
 }
 
 impl DiskStore {
@@ -75,12 +81,9 @@ impl DiskStore {
         let lease = DiskLease {
             file: Arc::new(file),
             direct,
-            key: *key,
             info: record.info,
             namespace,
             namespace_id: record.namespace,
-            payload_bytes: record.info.payload_bytes,
-            payload_offset: HEADER_BYTES,
             inode: stat.inode,
             len: stat.len,
         };
@@ -95,16 +98,9 @@ impl DiskStore {
 
     /// Reads and checks the header. A damaged one is quarantined here, and [`ErrorKind::Corrupt`].
     pub fn read_header(&self, lease: &DiskLease) -> Result<Header> {
-        let path = self.path(&lease.namespace, &lease.key);
-        let verdict = header_of(&lease.file, &path)?.and_then(|header| {
-            header.check(&lease.namespace, &lease.key, lease.len)?;
-            if header.payload_bytes == lease.payload_bytes {
-                Ok(header)
-            } else {
-                Err(Damage::Fields)
-            }
-        });
-        verdict.map_err(|damage| {
+        let path = self.path(&lease.namespace, &lease.info.key);
+        let verdict = header_of(&lease.file, &path)?;
+        verdict.and_then(|header| lease.check(header)).map_err(|damage| {
             self.quarantine(lease, damage);
             Error::new(ErrorKind::Corrupt, format!("{}: {damage}", path.display()))
         })
@@ -112,7 +108,7 @@ impl DiskStore {
 
     /// Takes a damaged object out of the store: counted, and a miss until it is published anew.
     pub fn quarantine(&self, lease: &DiskLease, why: Damage) {
-        self.drop_object(&lease.key, &lease.namespace, lease.inode, why);
+        self.drop_object(&lease.info.key, &lease.namespace, lease.inode, why);
     }
 
     fn drop_object(&self, key: &ObjectKey, namespace: &Namespace, inode: u64, why: Damage) {

@@ -294,7 +294,7 @@ impl DiskStore {
         make_in(&dir, || sys::object::replace(&dir.join(MANIFEST), json.as_bytes()))
     }
 
-    /// Compares the table with itself: for tests and the doctor.
+    /// Compares the table with itself: for tests.
     pub fn check(&self) -> Result<(), String> {
         match self.write_lock(LOCK_WAIT.into(), |writer| self.table.check(writer)) {
             Ok(Some(verdict)) => verdict,

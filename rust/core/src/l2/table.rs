@@ -247,7 +247,7 @@ impl Table {
     }
 
     fn key(&self, i: u32) -> ObjectKey {
-        ObjectKey(load_key(&self.record(i).key))
+        ObjectKey::load(&self.record(i).key)
     }
 
     pub(super) fn high_water(&self) -> u32 {
@@ -302,7 +302,7 @@ impl Table {
         let record = self.record(i);
         let group = record.group.load(Ordering::Relaxed);
         let [kind, _] = low_half(group >> 16).to_le_bytes();
-        let parent = ObjectKey(load_key(&record.parent));
+        let parent = ObjectKey::load(&record.parent);
         let snapshot = Snapshot {
             index: i,
             word,
@@ -359,8 +359,8 @@ impl Table {
     ) -> Option<(u32, Word)> {
         let i = self.take_free()?;
         let record = self.record(i);
-        store_key(&record.key, &info.key);
-        store_key(&record.parent, &info.parent.unwrap_or(ObjectKey([0; 32])));
+        info.key.store(&record.key);
+        info.parent.unwrap_or(ObjectKey([0; 32])).store(&record.parent);
         let has_parent = if info.parent.is_some() { HAS_PARENT } else { 0 };
         let group = u32::from(namespace) | u32::from(info.kind) << 16 | has_parent;
         record.group.store(group, Ordering::Relaxed);
@@ -518,7 +518,7 @@ impl Table {
         root.free_head.store(i, Ordering::Relaxed);
     }
 
-    /// Compares every derived structure with the records, for tests and the doctor.
+    /// Compares every derived structure with the records, for tests.
     pub(super) fn check(&self, _writer: &mut Writer) -> Result<(), String> {
         let (mut bytes, mut count, mut present) = (0, 0_u32, 0);
         for i in 0..self.high_water() {
@@ -546,18 +546,4 @@ impl Table {
 /// Fields of 16 bits live in atomics of 32.
 fn low_half(word: u32) -> u16 {
     u16::try_from(word & 0xffff).unwrap_or_default()
-}
-
-fn load_key(words: &[AtomicU64; 4]) -> [u8; 32] {
-    let mut key = [0; 32];
-    for (bytes, word) in key.as_chunks_mut().0.iter_mut().zip(words) {
-        *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
-    }
-    key
-}
-
-fn store_key(words: &[AtomicU64; 4], key: &ObjectKey) {
-    for (word, bytes) in words.iter().zip(key.0.as_chunks().0) {
-        word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
-    }
 }

@@ -105,7 +105,7 @@ fn get(store: &DiskStore, n: u32) -> Option<Vec<u8>> {
     let header = store.read_header(&lease).ok()?;
     let mut bytes = vec![0; usize::try_from(header.payload_bytes).unwrap()];
     let path = store.path(&NAMESPACE, &key(n));
-    fs::File::open(path).unwrap().read_exact_at(&mut bytes, lease.payload_offset).unwrap();
+    fs::File::open(path).unwrap().read_exact_at(&mut bytes, format::HEADER_BYTES).unwrap();
     assert_eq!(crc_fast::checksum(Crc64Nvme, &bytes), header.payload_checksum);
     Some(bytes)
 }

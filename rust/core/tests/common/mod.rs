@@ -155,7 +155,7 @@ pub(crate) fn settled(lease: &Lease) -> usize {
 /// Reads every leased object as a worker would; the indices whose bytes are right.
 pub(crate) fn read_all(cache: &Cache, lease: &Lease, bytes: usize) -> Vec<usize> {
     let held = settled(lease);
-    lease.start(0);
+    lease.start();
     let deadline = Instant::now() + LONG;
     let (mut waiting, mut right) = (Vec::new(), Vec::new());
     while right.len() < lease.failed().unwrap_or(held) {
