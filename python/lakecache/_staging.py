@@ -12,6 +12,7 @@ import torch
 
 from lakecache import _kernels
 from lakecache._cuda import HostRegistration, copy_async
+from lakecache.transfer import ARRIVAL_SECONDS, FILLING, READY
 
 if TYPE_CHECKING:
     from lakecache._pages import ObjectShape
@@ -29,8 +30,6 @@ BATCH_IDS = 16384
 STAGING_BYTES = 512 << 20
 # Left alone when the buffers are sized: what the engine allocates after its KV cache.
 KEPT_FREE_BYTES = 256 << 20
-ARRIVAL_SECONDS = 20.0
-FILLING, READY = 0, 1
 
 
 class StagingBuffers:

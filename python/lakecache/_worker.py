@@ -253,11 +253,10 @@ class WorkerHalf:
             log.warning("LakeCache %s; further such errors are only counted", what, exc_info=True)
 
     def shutdown(self) -> None:
-        """Wait, within a bound, until no copy touches the KV caches any more."""
-        if self._transfer is not None:
-            self._transfer.close(DRAIN_SECONDS)
-            self.poll()
-
-    def close(self) -> None:
-        """Leave the pool."""
-        self._cache.close()
+        """Wait, within a bound, until no copy touches the KV caches any more; leave the pool."""
+        try:
+            if self._transfer is not None:
+                self._transfer.close(DRAIN_SECONDS)
+                self.poll()
+        finally:
+            self._cache.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -351,11 +351,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the engine must go on stepping for the workers' acknowledgements."""
         return self.scheduler is not None and self.scheduler.pending()
 
-    @_guarded(lambda: ())
-    def take_events(self) -> Iterable[Any]:
-        """No events yet."""
-        return ()
-
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         """Begin an epoch that shares nothing with what is stored."""
@@ -382,7 +377,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if worker is not None:
             worker.shutdown()
             _drained_workers[self._engine_id] = worker
-            worker.close()
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
             drained = _drained_workers.pop(self._engine_id, None)

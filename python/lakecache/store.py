@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat, is_on_device
@@ -181,8 +180,6 @@ class _Store:
         names = self._split(keys)
         lease, count = _held_prefix(cache, names, timeout)
         runs = [(0, count, lease)] if count else []
-        if not count:
-            lease.close()
         cache.touch(b"".join(names[:count]))
         return StoreLease(self, names[:count], runs)
 
@@ -229,12 +226,7 @@ class _Store:
         """Give the store itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the store."""
         self.close()
 
@@ -473,12 +465,7 @@ class StoreLease:
         """Give the lease itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give everything back."""
         self.close()
 
@@ -523,10 +510,10 @@ class StoreLease:
 def _held_prefix(
     cache: _core.Cache, names: Sequence[bytes], timeout: float
 ) -> tuple[_core.Lease, int]:
-    """Lease the leading keys and wait until their files are open."""
+    """Lease the leading keys, wait until their files are open, and hold no more than those."""
     lease = cache.lease(b"".join(names))
-    count = _wait(lease.poll, time.monotonic() + timeout)
-    return lease, lease.settle() if count is None else count
+    _wait(lease.poll, time.monotonic() + timeout)
+    return lease, lease.settle()
 
 
 def _held_runs(
@@ -544,8 +531,6 @@ def _held_runs(
         lease, count = _held_prefix(cache, names[first:], left)
         if count:
             runs.append((first, count, lease))
-        else:
-            lease.close()
         # The key that ended the run is missing, or its file is gone.
         first += count + 1
     return runs
