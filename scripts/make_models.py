@@ -107,7 +107,8 @@ def hybrid_shape() -> dict[str, Any]:
     }
 
 
-def save_hybrid(model: Any, folder: Path) -> None:
+def save_random(model: Any, folder: Path, dtype: Any) -> None:
+    """Write weights with which the answer depends on the whole context, and a byte tokenizer."""
     import torch
 
     torch.manual_seed(21)
@@ -121,18 +122,20 @@ def save_hybrid(model: Any, folder: Path) -> None:
                 weight.uniform_(-3.0, 0.0)
             elif name.endswith("dt_bias"):
                 weight.uniform_(-2.0, 0.0)
-    model.to(torch.bfloat16).save_pretrained(str(folder))
+    model.to(dtype).save_pretrained(str(folder))
     save_byte_tokenizer(folder)
 
 
 def make_qwen35_tiny(folder: Path) -> None:
+    import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(intermediate_size=256, **hybrid_shape())
-    save_hybrid(Qwen3_5ForCausalLM(config), folder)
+    save_random(Qwen3_5ForCausalLM(config), folder, torch.bfloat16)
 
 
 def make_qwen35_moe_tiny(folder: Path) -> None:
+    import torch
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
     config = Qwen3_5MoeTextConfig(
@@ -142,7 +145,7 @@ def make_qwen35_moe_tiny(folder: Path) -> None:
         num_experts_per_tok=2,
         **hybrid_shape(),
     )
-    save_hybrid(Qwen3_5MoeForCausalLM(config), folder)
+    save_random(Qwen3_5MoeForCausalLM(config), folder, torch.bfloat16)
 
 
 def install_tools() -> Path:

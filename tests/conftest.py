@@ -7,22 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from vllm_environment import ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parent.parent
 
-# vLLM on a CPU: in one process, without compilation, without network, and with one thread, which
-# is faster than two when anything else runs and makes sums reproducible.
-VLLM_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
 # Before any test module imports torch or vLLM.
-for _name, _value in VLLM_ENVIRONMENT.items():
+for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 

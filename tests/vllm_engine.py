@@ -10,16 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    TORCHDYNAMO_DISABLE="1",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+from vllm_environment import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
 
 ROOT = Path(__file__).parents[1]
 MODEL = Path(os.environ.get("LAKECACHE_MODELS", ROOT / ".models")) / "qwen3-tiny"

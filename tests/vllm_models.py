@@ -6,32 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from make_models import save_random
+
 COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "max_position_embeddings": 4096, "bos_token_id": None,
     "eos_token_id": 256, "pad_token_id": 257,
 }  # fmt: skip
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 WINDOW = 64
-
-
-def save(model: Any, folder: Path, **settings: Any) -> None:
-    """Write weights with which the answer depends on the whole context, and a byte tokenizer."""
-    import torch
-
-    from make_models import save_byte_tokenizer
-
-    torch.manual_seed(22)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and "conv1d" not in name:
-                outer = "embed_tokens" in name or "lm_head" in name
-                weight.normal_(0.0, 0.5 if outer else 0.08)
-            elif name.endswith("A_log"):
-                weight.uniform_(-3.0, 0.0)  # a slow decay: the state remembers
-            elif name.endswith("dt_bias"):
-                weight.uniform_(-2.0, 0.0)
-    model.to(**settings).save_pretrained(str(folder))
-    save_byte_tokenizer(folder)
 
 
 def sliding(folder: Path) -> None:
@@ -42,7 +24,7 @@ def sliding(folder: Path) -> None:
     config = MistralConfig(
         **COMMON, **HEADS, intermediate_size=256, num_hidden_layers=2, sliding_window=WINDOW
     )
-    save(MistralForCausalLM(config), folder, dtype=torch.float32)
+    save_random(MistralForCausalLM(config), folder, torch.float32)
 
 
 def interleaved(folder: Path) -> None:
@@ -54,7 +36,7 @@ def interleaved(folder: Path) -> None:
         **COMMON, **HEADS, intermediate_size=256, num_hidden_layers=4, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    save(Gemma3ForCausalLM(config), folder, dtype=torch.float32)
+    save_random(Gemma3ForCausalLM(config), folder, torch.float32)
 
 
 def hybrid(folder: Path) -> None:
@@ -68,7 +50,7 @@ def hybrid(folder: Path) -> None:
         linear_key_head_dim=64, linear_value_head_dim=64,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
     )  # fmt: skip
-    save(Qwen3_5ForCausalLM(config), folder, dtype=torch.bfloat16)
+    save_random(Qwen3_5ForCausalLM(config), folder, torch.bfloat16)
 
 
 def encoder_decoder(folder: Path) -> None:
@@ -85,7 +67,7 @@ def encoder_decoder(folder: Path) -> None:
         pad_token_id=257, decoder_start_token_id=258, begin_suppress_tokens=None,
         suppress_tokens=None,
     )  # fmt: skip
-    save(WhisperForConditionalGeneration(config), folder, dtype=torch.float32)
+    save_random(WhisperForConditionalGeneration(config), folder, torch.float32)
     features = {
         "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 80,
         "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400,
