@@ -119,7 +119,16 @@ class Engine:
 @contextlib.contextmanager
 def engine(extra: dict[str, Any] | None, **settings: Any) -> Iterator[Engine]:
     """Run an engine and always close it."""
-    made = Engine(extra, **settings)
+    try:
+        made = Engine(extra, **settings)
+    except BaseException:
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        # What an engine that was refused leaves behind would be taken for the next one's.
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        raise
     try:
         yield made
     finally:

@@ -54,7 +54,7 @@ def test_one_sentence_and_the_right_answer(
 ) -> None:
     tokens = prompt(300, 31)
     folder = made(name)
-    with engine(None, model=folder, **{**SETTINGS, **settings, "connector": None}) as plain:
+    with engine(None, model=folder, **{**SETTINGS, **settings}) as plain:
         want = plain.generate([tokens])[0]
     with engine(places, model=folder, **SETTINGS, **settings) as refused:
         assert refused.half is None
