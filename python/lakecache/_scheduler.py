@@ -127,7 +127,9 @@ class SchedulerHalf:
         else:
             self.part_bytes = told[0].part_bytes
             self.spaces.ranks = [worker.identity for worker in told]
-            self._same_step = all(worker.same_step for worker in told)
+            # A load within the step cannot be taken back, and what is verified may be refused.
+            verifies = self._config.verify_load
+            self._same_step = all(worker.same_step for worker in told) and not verifies
 
     def _decline(self, reason: str) -> None:
         self.declined, self.spaces.ranks = reason, None

@@ -11,7 +11,7 @@ from fakes import core as fake
 pytest.importorskip("vllm")
 
 from fakes.scheduler import Bench, Request
-from lakecache._metadata import IDLE, WorkerReport
+from lakecache._metadata import IDLE, Handshake, WorkerReport
 
 
 @pytest.fixture
@@ -55,6 +55,18 @@ def test_it_ends_well_when_the_request_is_gone_before(bench: Bench) -> None:
     assert all(slot.pins == 1 for slot in bench.cache.pool.slots.values())
     bench.half.report(WorkerReport(copied={(ident, 0): 1, (ident, 1): 1}), (), ())
     assert bench.leaks() == []
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_verified_may_be_refused_so_it_is_loaded_between_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, verify: bool
+) -> None:
+    fake.pools.clear()
+    bench = Bench(monkeypatch, tmp_path, verify_load=verify)
+    told = Handshake(bench.cache.pool_id, bench.part_bytes, "{}", same_step=True)
+    bench.half.handshake({(0, 0): told})
+    bench.store(256)
+    assert bench.half.matched(Request(256), 0) == (255, verify)
 
 
 def test_others_are_not_held_up(bench: Bench) -> None:
