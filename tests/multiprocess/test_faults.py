@@ -89,16 +89,25 @@ def test_memory_that_can_never_fit_its_tmpfs(use, settings, small_tmpfs):
     assert "cpu_bytes" in said["text"]
 
 
-def test_a_full_tmpfs_is_a_miss(use, settings, small_tmpfs):
-    (small_tmpfs / "other").write_bytes(bytes(7 * MIB))
+@pytest.mark.parametrize("left", [1, 4])
+def test_a_full_tmpfs_is_a_miss(use, settings, small_tmpfs, left):
+    (small_tmpfs / "other").write_bytes(bytes((8 - left) * MIB))
     said = use({**settings, "ram_dir": str(small_tmpfs / "ram"), "cpu_bytes": 6 * MIB})
-    assert "error" in said or not said["stored"] or all(said["right"])
+    if left == 1:
+        # Not even the pool's metadata fits.
+        assert said["error"] == "CapacityError"
+        assert str(small_tmpfs) in said["text"]
+    else:
+        assert (said["stored"], said["right"]) == (False, [])
+        assert said["stats"]["stores_no_room"] > 0
 
 
 def test_a_full_disk_is_a_miss(use, settings, small_tmpfs):
-    (small_tmpfs / "other").write_bytes(bytes(7 * MIB))
+    (small_tmpfs / "other").write_bytes(bytes(8 * MIB - 200_000))
     said = use({**settings, "cache_dir": str(small_tmpfs / "cache")})
-    assert "error" in said or all(said["right"])
+    # It was stored in memory, which was then emptied.
+    assert (said["stored"], said["right"]) == (True, [])
+    assert (said["stats"]["writes"], said["stats"]["writes_no_room"]) == (0, 1)
 
 
 def test_blocked_io_uring_falls_back(use, settings):

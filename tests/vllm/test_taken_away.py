@@ -15,16 +15,20 @@ RECOVERY_SECONDS = 30
 
 
 def mangle(directory: str) -> int:
-    """Make each file something else: empty, cut, or a pipe that nobody writes to."""
+    """Make each file something else: empty, cut, a pipe that nobody writes to, a link, a folder."""
     files = sorted(Path(directory).rglob("*.kv"))
     for number, file in enumerate(files):
-        if number % 3 == 0:
-            file.write_bytes(b"")
-        elif number % 3 == 1:
-            os.truncate(file, 5000)
-        else:
-            file.unlink()
+        kind = number % 5
+        if kind < 2:
+            os.truncate(file, 5000 * kind)
+            continue
+        file.unlink()
+        if kind == 2:
             os.mkfifo(file)
+        elif kind == 3:
+            file.symlink_to("nowhere")
+        else:
+            file.mkdir()
     return len(files)
 
 
