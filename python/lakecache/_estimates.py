@@ -33,7 +33,12 @@ NOISE = 0.05
 # A class whose median moves by this factor says that the speed changed: all others age at once.
 CHANGED = 1.5
 CHANGE_AGES = 4 * HALF_LIFE
+# So many measurements in a row that are all this much slower, or all faster, than expected.
+OFF, OFF_IN_A_ROW = 3.0, 3
 RIDGE = 1e-4
+SHORTEST = 1e-6
+# Bytes, or tokens x context, or seconds, of any one measurement are fewer.
+AMOUNT_MAX = 1e15
 
 # A tier whose loads were measured less often than this is not known: the first ones compile.
 LOADS_TO_KNOW = 3
@@ -52,7 +57,8 @@ class Fit:
 
     Measurements are sorted into classes by powers of two of what was done. A class keeps the last
     five and is represented by their lower median, so that a stall or a first-time compilation is
-    outvoted. The costs minimise the relative error over all classes.
+    outvoted. The costs minimise the relative error over all classes. That hardly sees a class which
+    is much slower than the others say, so a lasting deviation scales what was measured before it.
     """
 
     def __init__(self, scales: Sequence[float]) -> None:
@@ -69,14 +75,45 @@ class Fit:
         self._fitted: dict[tuple[int, ...], float] = {}
         self._costs = (0.0,) * len(self._scales)
         self._stale = False
+        self._off: list[tuple[Sample, float]] = []
         self.count = 0
 
     def add(self, done: tuple[float, ...], seconds: float) -> None:
         """Take one measurement."""
+        self._keep(done, seconds)
+        ratio = self._off_by(done, seconds)
+        if ratio is None:
+            self._off.clear()
+            return
+        if self._off and (ratio > 1) != (self._off[0][1] > 1):
+            self._off.clear()
+        self._off.append(((done, max(seconds, SHORTEST)), ratio))
+        if len(self._off) == OFF_IN_A_ROW:
+            ratios = sorted(ratio for _, ratio in self._off)
+            self._scale([sample for sample, _ in self._off], ratios[OFF_IN_A_ROW // 2])
+
+    def _off_by(self, done: Sequence[float], seconds: float) -> float | None:
+        """Give how many times as long as expected it took, if that is no mere deviation."""
+        for expected in (self._sum, self.seconds):
+            ratio = seconds / (expected(done) or seconds or 1)
+            if 1 / OFF < ratio < OFF:
+                return None
+        return ratio
+
+    def _scale(self, recent: list[Sample], ratio: float) -> None:
+        before, count = [sample for sample in self.samples() if sample not in recent], self.count
+        self.clear()
+        for done, seconds in before:
+            self._keep(done, min(seconds * ratio, AMOUNT_MAX))
+        for done, seconds in recent:
+            self._keep(done, seconds)
+        self.count = count
+
+    def _keep(self, done: tuple[float, ...], seconds: float) -> None:
         self.count += 1
         place = tuple(int(amount).bit_length() for amount in done)
         samples = self._classes.pop(place, [])
-        samples.append((done, max(seconds, 1e-6)))
+        samples.append((done, max(seconds, SHORTEST)))
         del samples[:-KEPT_PER_CLASS]
         # Popped and put back: the class seen least recently comes first.
         self._classes[place] = samples
@@ -158,8 +195,8 @@ class Fit:
             amounts = (*done, seconds)
             if len(done) != len(self._scales) or not all(map(math.isfinite, amounts)):
                 raise ValueError(f"not a measurement: {done}, {seconds}")
-            if min(amounts) < 0:
-                raise ValueError(f"a negative measurement: {done}, {seconds}")
+            if done[0] != 1 or min(amounts) < 0 or max(amounts) > AMOUNT_MAX:
+                raise ValueError(f"an impossible measurement: {done}, {seconds}")
         for done, seconds in samples:
             self.add(tuple(done), seconds)
 
@@ -207,12 +244,19 @@ class TierModel:
         # Bytes of loads under way: a new load waits for them.
         self.under_way = 0
         self.measured_at = -math.inf
+        # Whether a load was taken against the prediction.
+        self.retried = False
         # Bytes per second that a timed read gave.
         self.probed: float | None = None
 
     def measured(self, num_bytes: float, seconds: float, now: float) -> None:
         """Take a finished load; the bytes that were under way at its start count as its own."""
-        self.fit.add((1, num_bytes), seconds)
+        done = (1, num_bytes)
+        if self.retried and self.fit.seconds(done) > CHANGED * seconds:
+            # What was measured before would be outvoted too late: nothing is that fast by chance.
+            self.fit.clear()
+        self.retried = False
+        self.fit.add(done, seconds)
         self.measured_at = now
 
     def costs(self) -> tuple[float, float] | None:

@@ -15,15 +15,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from lakecache._estimates import PrefillModel, Sample, StepClock, TierModel, probe_disk
+from lakecache._estimates import (
+    CHANGED,
+    PrefillModel,
+    Sample,
+    StepClock,
+    TierModel,
+    probe_disk,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,10 +47,12 @@ VERSION = 1
 # A tier that was not used for this long is tried again if that costs next to nothing.
 RETRY_SECONDS = 60.0
 RETRY_LOSS = 0.02
+# A failed load that took this long says how slow its tier is.
+FAILED_SECONDS = 1.0
 # A disk that was refused, and not read, for this long is read once in the background.
 PROBE_AGAIN_SECONDS, PROBE_SELDOM_SECONDS = 120.0, 3600.0
-# A timed read this much faster than the loads measured says that the disk has changed.
-CHANGED = 1.5
+# A larger file holds no estimates.
+FILE_BYTES_MAX = 1 << 20
 # Estimates are written after this long, then twice as long, up to the last.
 FIRST_SAVE_SECONDS, SAVE_SECONDS = 5.0, 60.0
 
@@ -105,7 +115,7 @@ class Saved(msgspec.Struct, forbid_unknown_fields=True):
     memory: list[Sample]
     step: list[Sample]
     disk: list[Sample]
-    probed: float | None = None
+    probed: Annotated[float, msgspec.Meta(ge=1)] | None = None
 
 
 class LoadPolicy:
@@ -128,7 +138,7 @@ class LoadPolicy:
         self._probe: float | None = None
         self._refused_disk = False
         self._probe_after = PROBE_AGAIN_SECONDS
-        self._probed_at = time.monotonic()
+        self._began = self._probed_at = time.monotonic()
         self._save_after = FIRST_SAVE_SECONDS
         self._saved_at = self._probed_at
         self._saved_count = 0
@@ -170,14 +180,19 @@ class LoadPolicy:
         return chosen
 
     def _retry(self, hit: Hit, times: list[float], best: int) -> int:
-        """Try what is hardly slower, if its tier was not measured for a long time."""
+        """Try what is hardly slower, if its tier was not measured for a long time.
+
+        Memory, which nothing else measures, may be slower by as much again for each such time.
+        """
         now = time.monotonic()
-        bound = times[best] * (1 + RETRY_LOSS)
         for index in range(len(times) - 1, best, -1):
             more_disk = hit.disk[index - 1] > (hit.disk[best - 1] if best else 0)
             tier = self.disk if more_disk else self.step if hit.same_step else self.memory
-            if times[index] <= bound and now - tier.measured_at > RETRY_SECONDS:
-                tier.measured_at = now
+            unused = (now - max(tier.measured_at, self._began)) / RETRY_SECONDS
+            loss = RETRY_LOSS * (1 if more_disk else max(unused, 1))
+            slower = times[index] > times[best] * (1 + loss)
+            if not slower and now - tier.measured_at > RETRY_SECONDS:
+                tier.measured_at, tier.retried = now, True
                 return index
         return best
 
@@ -235,16 +250,17 @@ class LoadPolicy:
         self.disk.under_way += disk
 
     def load_ended(self, ident: int, *, good: bool) -> None:
-        """Note that a load is over; one that failed says nothing about speed."""
+        """Note that a load is over; one that failed says at most how slow its tier is."""
         load = self._loads.pop(ident, None)
         if load is None:
             return
         self.memory.under_way -= load.memory
         self.disk.under_way -= load.disk
-        if not good:
-            return
         now = time.monotonic()
         seconds = now - load.began
+        # A disk that hangs is slow; what failed at once says nothing.
+        if not good and seconds < max(FAILED_SECONDS, CHANGED * load.predicted):
+            return
         self._last["load"] = {
             "memory_bytes": load.memory, "disk_bytes": load.disk,
             "milliseconds": round(seconds * 1e3, 3),
@@ -285,14 +301,14 @@ class LoadPolicy:
 
     def _read(self, path: Path) -> None:
         try:
-            saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+            saved = msgspec.json.decode(_read_small(path), type=Saved)
             if (saved.version, saved.engine) == (VERSION, self._engine):
                 self._found = saved
                 if len(saved.disk) or saved.probed:
                     return
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.info("LakeCache begins without estimates: %s: %s", path, error)
         self._measure(path)
 
@@ -354,7 +370,8 @@ class LoadPolicy:
         )  # fmt: skip
 
     def _write(self, path: Path, saved: Saved) -> None:
-        temporary = path.with_name(f"{FILE}.{os.getpid()}")
+        # Swept with other unfinished files, should we be killed.
+        temporary = path.with_name(f".{FILE}.{os.getpid()}.tmp")
         try:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
             temporary.replace(path)
@@ -392,6 +409,18 @@ class LoadPolicy:
         told["disk"]["probed_gb_per_s"] = self.disk.probed and self.disk.probed / 1e9
         told["last"] = dict(self._last)
         return told
+
+
+def _read_small(path: Path) -> bytes:
+    """Read a file of ours; ValueError for what cannot be one."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(opened, "rb") as file:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise ValueError("no regular file")
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
+    return data
 
 
 def _engine_name(*settings: str) -> str:

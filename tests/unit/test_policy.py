@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,81 @@ def test_a_tier_unused_for_long_is_tried_if_that_costs_little(clock: Clock) -> N
     assert policy.decide(hit(0.01)) == 0  # once
 
 
+def test_memory_that_was_slow_for_a_while_is_found_out(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.memory = 2e9
+    for tokens in (512, 8192, 32768, 2048) * 3:
+        engine.prefill(tokens)
+    for chunks in (1, 8, 32) * 2:
+        engine.load(memory=chunks)
+    engine.memory = 50e9
+    tried = []
+    for minute in range(24 * 60):
+        clock.now += 61
+        if engine.chunks(8192, memory=32):
+            tried.append(minute)
+            engine.load(memory=32)
+    # Many hits were taken, the first of them long after.
+    assert tried[0] > 60
+    assert len(tried) > 100
+    size = 32 * CHUNK * TOKEN_BYTES
+    assert engine.policy.load_seconds(size, 0) == pytest.approx(3e-3 + size / 50e9, rel=0.2)
+
+
+def test_memory_that_is_slow_is_hardly_ever_tried(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.memory = 2e9
+    for tokens in (512, 8192, 32768, 2048) * 3:
+        engine.prefill(tokens)
+    for chunks in (1, 8, 32) * 2:
+        engine.load(memory=chunks)
+    lost = 0.0
+    for _ in range(24 * 60):
+        clock.now += 61
+        if engine.chunks(8192, memory=32):
+            began = clock.now
+            engine.load(memory=32)
+            lost += clock.now - began - 0.036
+    assert lost < 0.03 * 24 * 60 * 0.036
+
+
+@pytest.mark.parametrize("slower", [10, 100, 1000])
+def test_a_disk_that_becomes_slow_is_refused_whatever_is_loaded(clock: Clock, slower: int) -> None:
+    engine = Engine(clock)
+    engine.disk = 20e9
+    engine.learn()
+    engine.disk /= slower
+    # No load was that large while the disk was fast.
+    loads = 0
+    while engine.chunks(32768, memory=0, disk=128):
+        engine.load(disk=128)
+        loads += 1
+        assert loads < 6
+    engine.disk *= slower
+    for _ in range(6):
+        engine.load(disk=8)
+    assert engine.chunks(32768, memory=0, disk=128) == 128
+
+
+def test_a_disk_that_hangs_is_refused(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.disk = 20e9
+    engine.learn()
+    assert engine.chunks(32768, memory=0, disk=128) == 128
+    size = 128 * CHUNK * TOKEN_BYTES
+    for _ in range(20):
+        # What fails at once, as a damaged file does, says nothing.
+        engine.policy.load_started(1, 0, size)
+        clock.now += 0.001
+        engine.policy.load_ended(1, good=False)
+    assert engine.chunks(32768, memory=0, disk=128) == 128
+    for _ in range(3):
+        engine.policy.load_started(1, 0, size)
+        clock.now += 20
+        engine.policy.load_ended(1, good=False)
+    assert engine.chunks(32768, memory=0, disk=128) == 0
+
+
 def test_a_refused_disk_is_read_again_in_the_background(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +316,12 @@ def test_estimates_of_another_engine_are_not_used(clock: Clock, tmp_path: Path) 
         lambda text: text.replace('"version": 1', '"version": "1"'),
         lambda text: json.dumps({**json.loads(text), "prefill": [[[1, 2], 3]]}),
         lambda text: json.dumps({**json.loads(text), "disk": [[[1, -5], 3]]}),
+        lambda text: json.dumps({**json.loads(text), "prefill": [[[0, 0, 0, 0], 1]]}),
+        lambda text: json.dumps({**json.loads(text), "disk": [[[1, 1e308], 1e-300]] * 9}),
+        lambda text: json.dumps({**json.loads(text), "probed": 0}),
+        lambda text: json.dumps({**json.loads(text), "probed": -1e9}),
+        lambda text: text.replace('"estimates": {', '"estimates": {"x": ' + "[" * 100_000),
+        lambda text: text + " " * _policy.FILE_BYTES_MAX,
         lambda text: "\0\xff",
     ],
 )
@@ -255,6 +337,32 @@ def test_a_damaged_file_is_no_file(
     again = keep(tmp_path, clock)
     assert again.prefill.fit.count == 0 or again.disk.fit.count == 0
     assert again.decide(Hit(8192, 0, [8191], [0], [10**9])) == 1
+
+
+@pytest.mark.parametrize("in_its_place", [os.mkfifo, Path.mkdir, lambda at: at.symlink_to(at)])
+def test_what_is_no_file_is_not_waited_for(
+    clock: Clock, tmp_path: Path, in_its_place: Callable[[Path], None]
+) -> None:
+    in_its_place(tmp_path / "estimates.json")
+    policy = keep(tmp_path, clock)
+    assert policy._thread is not None
+    assert not policy._thread.is_alive()
+    policy.close()
+
+
+def test_an_unfinished_file_of_estimates_is_swept_like_others(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(clock)
+    keep(tmp_path, clock, engine)
+    engine.learn()
+    monkeypatch.setattr(Path, "replace", lambda *_: None)  # killed before
+    engine.policy.close()
+    left = [path.name for path in tmp_path.iterdir()]
+    assert len(left) == 1
+    # What the core takes for a temporary.
+    assert left[0].startswith(".")
+    assert left[0].endswith(".tmp")
 
 
 def test_a_directory_that_is_not_there_is_no_error(clock: Clock, tmp_path: Path) -> None:
