@@ -14,7 +14,7 @@ use common::{
 };
 use lakecache_core::cache::{Cache, Copier, Fragments, Outcome, Tier, WritePolicy};
 use lakecache_core::io::EngineChoice;
-use lakecache_core::l1::{ObjectMeta, Slot, SlotState};
+use lakecache_core::l1::{ObjectMeta, Purpose, Reserve, Slot, SlotState};
 use lakecache_core::pool::Wait;
 use lakecache_core::{Namespace, ObjectKey};
 
@@ -196,6 +196,28 @@ fn an_object_refused_in_memory_comes_from_its_file_or_is_stored_anew() {
             cache.arena().check().unwrap();
         });
     }
+}
+
+#[test]
+fn a_lease_on_what_another_still_reads_counts_as_disk() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 64 << 20);
+        let cache = open(&place.options);
+        for index in 0..2 {
+            put(&cache, index, 5000);
+        }
+        assert!(cache.flush(LONG));
+        assert!(cache.clear_memory() > 0);
+        // As another process does that begins to read.
+        let reserved =
+            cache.arena().reserve(&meta(&cache, 0, 5000), Purpose::Load, Wait::Within(LONG));
+        let Ok(Reserve::Slot(slot)) = reserved else { panic!("{reserved:?}") };
+        let lease = cache.lease(&keys(2)).unwrap();
+        assert_eq!(lease.tiers(), [Tier::Disk; 2], "its bytes are not there yet");
+        assert!(cache.arena().publish(slot, 0, false));
+        assert_eq!(cache.lease(&keys(2)).unwrap().tiers(), [Tier::Memory, Tier::Disk]);
+        cache.arena().unpin(slot);
+    });
 }
 
 #[test]

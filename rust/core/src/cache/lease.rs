@@ -12,7 +12,7 @@ use std::time::Instant;
 use super::{Inner, LOAD_DEADLINE, Stats, WritePolicy, checksum_of};
 use crate::ObjectKey;
 use crate::io::{JobPriority, Priority, ReadOutcome, ReadRequest, Segment};
-use crate::l1::{ObjectMeta, Purpose, Reserve, Slot};
+use crate::l1::{ObjectMeta, Purpose, Reserve, Slot, SlotState};
 use crate::l2::format::{HEADER_BYTES, Page};
 use crate::l2::{Damage, DiskLease, Header};
 use crate::pool::Wait;
@@ -24,9 +24,9 @@ const OPENS_PER_JOB: usize = 32;
 /// Where a leased object is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tier {
-    /// In the arena, or being read into it for another lease.
+    /// In the arena.
     Memory,
-    /// In a file.
+    /// In a file; for a lease also one that is being read from its file for another.
     Disk,
 }
 
@@ -103,7 +103,11 @@ impl Lease {
             inner: Arc::clone(inner),
             keys: keys.to_vec(),
             state: Mutex::new(State {
-                from_disk: items.iter().map(|item| matches!(item, Item::Opening)).collect(),
+                from_disk: items
+                    .iter()
+                    .zip(&found)
+                    .map(|(item, found)| comes(item, found))
+                    .collect(),
                 items,
                 handed_out: vec![false; present],
                 opens_pending: opening.len(),
@@ -210,6 +214,11 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Whether an object's bytes are still to come from its file.
+fn comes(item: &Item, found: &Option<(Slot, SlotState)>) -> bool {
+    matches!(item, Item::Opening) || matches!(found, Some((_, SlotState::Filling)))
 }
 
 fn note_memory_hit(inner: &Inner, key: ObjectKey, slot: Slot) {
