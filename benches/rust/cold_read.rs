@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use crc_fast::{CrcAlgorithm, checksum};
 use lakecache_bench::{quick, record};
 use lakecache_core::io::{
-    Engine, EngineChoice, EngineOptions, Priority, ReadOutcome, ReadRequest, Segment, open_engine,
+    Engine, EngineChoice, EngineOptions, ReadOutcome, ReadRequest, Segment, open_engine,
 };
 use lakecache_core::sys::file;
 use lakecache_core::sys::lock::LockFile;
@@ -75,7 +75,6 @@ impl Set {
                 direct: true,
                 offset: 0,
                 segments: vec![Segment { address: self.place(index), bytes }],
-                priority: Priority::Demand,
                 done: Box::new(move |result| {
                     assert_eq!(result.unwrap(), ReadOutcome::Complete);
                     sender.send(sum_of(arena.at(offset, bytes), bytes) == sum).unwrap();
@@ -288,7 +287,7 @@ fn main() {
         ("io_uring, registered", EngineChoice::IoUring, true),
         ("pread", EngineChoice::Pread, false),
     ] {
-        match open_engine(choice, dir.path(), life.as_fd(), Some(&arena), &options) {
+        match open_engine(choice, dir.path(), life.as_fd(), &options) {
             Ok(opened) => {
                 assert!(opened.direct, "{} has no O_DIRECT", dir.path().display());
                 if register {

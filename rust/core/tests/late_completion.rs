@@ -13,9 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lakecache_core::ErrorKind;
-use lakecache_core::io::{
-    EngineChoice, EngineOptions, Priority, ReadRequest, Segment, open_engine,
-};
+use lakecache_core::io::{EngineChoice, EngineOptions, ReadRequest, Segment, open_engine};
 use lakecache_core::sys::file;
 use lakecache_core::sys::lock::LockFile;
 use lakecache_core::sys::map::Mapping;
@@ -139,7 +137,7 @@ fn read_by_engine(
     arena: &Mapping,
 ) -> Box<dyn Send> {
     let options = EngineOptions { bytes_in_flight: BYTES, ..EngineOptions::default() };
-    let opened = match open_engine(EngineChoice::IoUring, place, life.as_fd(), None, &options) {
+    let opened = match open_engine(EngineChoice::IoUring, place, life.as_fd(), &options) {
         Ok(opened) => opened,
         Err(error) if error.kind() == ErrorKind::Unavailable => {
             println!("@no io_uring: {error}");
@@ -156,7 +154,6 @@ fn read_by_engine(
         direct: true,
         offset: 0,
         segments: vec![Segment { address: arena.at(0, BYTES), bytes: BYTES }],
-        priority: Priority::Demand,
         done: Box::new(|_| {}),
     };
     opened.engine.submit(request).unwrap();

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use lakecache_core::ErrorKind;
 use lakecache_core::io::{
-    EngineChoice, EngineKind, EngineOptions, Priority, ReadOutcome, ReadRequest, Segment,
-    open_engine,
+    EngineChoice, EngineKind, EngineOptions, ReadOutcome, ReadRequest, Segment, open_engine,
 };
 use lakecache_core::sys::file;
 use lakecache_core::sys::lock::LockFile;
@@ -56,7 +55,7 @@ fn child() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let life = LockFile::open(&dir.path().join("lock")).unwrap();
     let options = EngineOptions::default();
-    let open = |choice| open_engine(choice, dir.path(), life.as_fd(), None, &options);
+    let open = |choice| open_engine(choice, dir.path(), life.as_fd(), &options);
 
     let error = open(EngineChoice::IoUring).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -84,7 +83,6 @@ fn child() {
         direct: opened.direct,
         offset: 0,
         segments: vec![Segment { address: arena.at(0, 8192), bytes: 8192 }],
-        priority: Priority::Demand,
         done: Box::new(move |result| {
             drop(kept);
             sender.send(result).unwrap();

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::{Inner, LOAD_DEADLINE, Stats, WritePolicy, checksum_of};
 use crate::ObjectKey;
-use crate::io::{JobPriority, Priority, ReadOutcome, ReadRequest, Segment};
+use crate::io::{ReadOutcome, ReadRequest, Segment};
 use crate::l1::{ObjectMeta, Purpose, Reserve, Slot, SlotState};
 use crate::l2::format::{HEADER_BYTES, Page};
 use crate::l2::{Damage, DiskLease, Header};
@@ -265,7 +265,7 @@ impl Shared {
         let shared = Arc::clone(self);
         let batch = indices.clone();
         let job = Box::new(move || shared.open(&batch));
-        if engine.run(job, JobPriority::Demand).is_err() {
+        if engine.run(job).is_err() {
             let mut state = self.lock();
             state.opens_pending -= indices.len();
             for index in indices {
@@ -383,7 +383,6 @@ impl Shared {
             direct: file.direct,
             offset: 0,
             segments,
-            priority: Priority::Demand,
             done: Box::new(move |outcome| shared.complete(index, slot, &file, &header, outcome)),
         };
         if let Err(error) = engine.submit(request) {

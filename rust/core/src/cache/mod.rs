@@ -122,7 +122,6 @@ impl Cache {
                     options.io_engine,
                     cache_dir,
                     pool.life_fd(),
-                    Some(pool.mapping().as_ref()),
                     &io::EngineOptions::default(),
                 )?;
                 engine_name = opened.engine.kind().name();

@@ -1,4 +1,4 @@
-//! A few threads for blocking work: opens and leases before write-back.
+//! A few threads for blocking work: opening files that requests wait for.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,15 +6,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::queue::IDLE;
-use super::{Job, JobPriority, locked};
+use super::{Job, locked};
 use crate::sys::fork;
 use crate::{Error, Result};
 
-/// Opens that wait at most: the chunks of a few very long prompts.
-const DEMAND_LIMIT: usize = 64 << 10;
-
-/// Write-backs that wait at most.
-const WRITE_BACK_LIMIT: usize = 1024;
+/// Jobs that wait at most: the chunks of a few very long prompts.
+const WAITING_MAX: usize = 64 << 10;
 
 /// Runs jobs until it is dropped. Callers push and threads pop, both under the mutex.
 pub(super) struct Jobs {
@@ -24,31 +21,25 @@ pub(super) struct Jobs {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    /// Write-backs that may run at a time, less than all threads: an open never waits for a write.
-    writers_limit: usize,
     generation: u64,
 }
 
 #[derive(Default)]
 struct State {
-    demand: VecDeque<Job>,
-    write_back: VecDeque<Job>,
+    waiting: VecDeque<Job>,
     running: usize,
-    writing: usize,
     closed: bool,
 }
 
 impl Jobs {
     pub(super) fn start(threads: usize) -> Result<Self> {
-        let threads = threads.max(2);
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             changed: Condvar::new(),
-            writers_limit: threads / 2,
             generation: fork::generation(),
         });
         let jobs = Self { shared };
-        for index in 0..threads {
+        for index in 0..threads.max(1) {
             let shared = Arc::clone(&jobs.shared);
             std::thread::Builder::new()
                 .name(format!("lakecache-job-{index}"))
@@ -58,20 +49,15 @@ impl Jobs {
         Ok(jobs)
     }
 
-    pub(super) fn run(&self, job: Job, priority: JobPriority) -> std::result::Result<(), Job> {
+    pub(super) fn run(&self, job: Job) -> std::result::Result<(), Job> {
         if fork::generation() != self.shared.generation {
             return Err(job);
         }
         let mut state = locked(&self.shared.state);
-        let closed = state.closed;
-        let (queue, limit) = match priority {
-            JobPriority::Demand => (&mut state.demand, DEMAND_LIMIT),
-            JobPriority::WriteBack => (&mut state.write_back, WRITE_BACK_LIMIT),
-        };
-        if closed || queue.len() >= limit {
+        if state.closed || state.waiting.len() >= WAITING_MAX {
             return Err(job);
         }
-        queue.push_back(job);
+        state.waiting.push_back(job);
         drop(state);
         self.shared.changed.notify_one();
         Ok(())
@@ -85,7 +71,7 @@ impl Jobs {
         let end = Instant::now() + deadline;
         let mut state = locked(&self.shared.state);
         state.closed = true;
-        let waiting = (std::mem::take(&mut state.demand), std::mem::take(&mut state.write_back));
+        let waiting = std::mem::take(&mut state.waiting);
         drop(state);
         // What the jobs own may call back; not under the mutex.
         drop(waiting);
@@ -108,33 +94,21 @@ impl Drop for Jobs {
 
 impl Shared {
     fn work(&self) {
-        while let Some((job, priority)) = self.next() {
+        while let Some(job) = self.next() {
             if catch_unwind(AssertUnwindSafe(job)).is_err() {
                 log::error!("a background job panicked; its thread goes on");
             }
-            let mut state = locked(&self.state);
-            state.running -= 1;
-            if priority == JobPriority::WriteBack {
-                state.writing -= 1;
-            }
-            drop(state);
+            locked(&self.state).running -= 1;
             self.changed.notify_all();
         }
     }
 
-    fn next(&self) -> Option<(Job, JobPriority)> {
+    fn next(&self) -> Option<Job> {
         let mut state = locked(&self.state);
         loop {
-            if let Some(job) = state.demand.pop_front() {
+            if let Some(job) = state.waiting.pop_front() {
                 state.running += 1;
-                return Some((job, JobPriority::Demand));
-            }
-            if state.writing < self.writers_limit
-                && let Some(job) = state.write_back.pop_front()
-            {
-                state.running += 1;
-                state.writing += 1;
-                return Some((job, JobPriority::WriteBack));
+                return Some(job);
             }
             if state.closed {
                 return None;

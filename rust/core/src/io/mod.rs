@@ -43,24 +43,6 @@ pub struct Segment {
 // SAFETY: an address and a length; the submitter vouches for the memory, on whatever thread.
 unsafe impl Send for Segment {}
 
-/// What is read first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Priority {
-    /// A request waits for it.
-    Demand,
-    /// It may be wanted later.
-    Prefetch,
-}
-
-/// What runs first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum JobPriority {
-    /// Opens and leases that a request waits for.
-    Demand,
-    /// Writes that nobody waits for.
-    WriteBack,
-}
-
 /// How a read ended that did not fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadOutcome {
@@ -89,8 +71,6 @@ pub struct ReadRequest {
     pub offset: u64,
     /// Where the bytes go.
     pub segments: Vec<Segment>,
-    /// What is read first.
-    pub priority: Priority,
     /// Told how it ended, exactly once if `submit` took the request.
     pub done: Done,
 }
@@ -139,9 +119,6 @@ pub struct EngineOptions {
     pub piece_bytes: u32,
     /// Requests that wait at most; beyond it `submit` refuses.
     pub queued_requests: usize,
-    /// An offset in the arena whose [`BLOCK_BYTES`] bytes the caller owns, for the probe to read into.
-    /// Without it the probe reads into shared memory of its own.
-    pub probe_offset: Option<u64>,
 }
 
 impl Default for EngineOptions {
@@ -152,7 +129,6 @@ impl Default for EngineOptions {
             bytes_in_flight: 64 << 20,
             piece_bytes: 1 << 20,
             queued_requests: 16 << 10,
-            probe_offset: None,
         }
     }
 }
@@ -163,7 +139,7 @@ pub trait Engine: Send + Sync {
     fn submit(&self, request: ReadRequest) -> Result<()>;
 
     /// Takes a blocking job and returns at once; gives it back when too many wait or after shutdown.
-    fn run(&self, job: Job, priority: JobPriority) -> std::result::Result<(), Job>;
+    fn run(&self, job: Job) -> std::result::Result<(), Job>;
 
     /// Tells that reads will often go to this memory, all of which is backed by pages that stay the
     /// same as long as the engine lives (never give their space back: the kernel would go on

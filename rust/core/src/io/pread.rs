@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::jobs::Jobs;
 use super::queue::Queue;
 use super::request::Piece;
-use super::{Engine, EngineKind, EngineOptions, Job, JobPriority, ReadRequest};
+use super::{Engine, EngineKind, EngineOptions, Job, ReadRequest};
 use crate::sys;
 use crate::{Error, Result};
 
@@ -67,13 +67,12 @@ pub(super) fn read(mut piece: Piece) {
 impl Engine for Pread {
     fn submit(&self, request: ReadRequest) -> Result<()> {
         self.queue.admit()?;
-        let priority = request.priority;
-        self.queue.push(Piece::cut(request, self.piece_bytes), priority);
+        self.queue.push(Piece::cut(request, self.piece_bytes));
         Ok(())
     }
 
-    fn run(&self, job: Job, priority: JobPriority) -> std::result::Result<(), Job> {
-        self.jobs.run(job, priority)
+    fn run(&self, job: Job) -> std::result::Result<(), Job> {
+        self.jobs.run(job)
     }
 
     fn kind(&self) -> EngineKind {

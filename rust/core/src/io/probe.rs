@@ -35,22 +35,16 @@ impl std::fmt::Debug for Opened {
 }
 
 /// A file to read and memory to read it into.
-pub(super) struct Probe<'a> {
+pub(super) struct Probe {
     pub(super) file: OwnedFd,
     /// What the file holds; nothing where the file system had no room for a block.
     expected: Vec<u8>,
-    memory: Memory<'a>,
+    memory: Mapping,
     direct: bool,
 }
 
-enum Memory<'a> {
-    Arena(&'a Mapping, u64),
-    Own(Mapping),
-}
-
 /// Opens the engine of `choice` for files in `probe_dir`. A ring holds `life`, the open file whose
-/// lock proves that this member lives, until the kernel has ended all its reads. `arena` is the
-/// memory that most reads go to.
+/// lock proves that this member lives, until the kernel has ended all its reads.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] if `io_uring` is asked for by name and doesn't work here.
@@ -58,10 +52,9 @@ pub fn open_engine(
     choice: EngineChoice,
     probe_dir: &Path,
     life: BorrowedFd<'_>,
-    arena: Option<&Mapping>,
     options: &EngineOptions,
 ) -> Result<Opened> {
-    let mut probe = Probe::new(probe_dir, arena, options.probe_offset)?;
+    let mut probe = Probe::new(probe_dir)?;
     probe.by_pread(probe_dir)?;
     let direct = probe.direct;
     let buffered = (!direct).then(|| {
@@ -122,8 +115,8 @@ fn why_not(error: &Error) -> String {
     }
 }
 
-impl<'a> Probe<'a> {
-    fn new(dir: &Path, arena: Option<&'a Mapping>, offset: Option<u64>) -> Result<Self> {
+impl Probe {
+    fn new(dir: &Path) -> Result<Self> {
         let file = match file::unnamed_in(dir, false)? {
             Some(file) => file,
             None => named_and_removed(dir)?,
@@ -138,12 +131,8 @@ impl<'a> Probe<'a> {
                 Vec::new()
             }
         };
-        let memory = match (arena, offset) {
-            (Some(arena), Some(offset)) => Memory::Arena(arena, offset),
-            _ => Memory::Own(shared_block()?),
-        };
         let direct = file::set_direct(&file)?;
-        Ok(Self { file, expected, memory, direct })
+        Ok(Self { file, expected, memory: shared_block()?, direct })
     }
 
     /// Finds out whether direct reads work, by one.
@@ -165,18 +154,13 @@ impl<'a> Probe<'a> {
 
     /// Gives the memory up for good: a read that never ended may still write to it (I1).
     pub(super) fn abandon(self) {
-        if let Memory::Own(block) = self.memory {
-            // Once in a process's life, one block.
-            Box::leak(Box::new(block));
-        }
+        // Once in a process's life, one block.
+        Box::leak(Box::new(self.memory));
     }
 
     /// Where to read to.
     pub(super) fn address(&self) -> *mut u8 {
-        match &self.memory {
-            Memory::Arena(arena, offset) => arena.at(*offset, BLOCK_BYTES),
-            Memory::Own(block) => block.at(0, BLOCK_BYTES),
-        }
+        self.memory.at(0, BLOCK_BYTES)
     }
 
     /// Whether `read` bytes arrived and are the right ones; wipes them for the next try.

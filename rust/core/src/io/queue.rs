@@ -1,4 +1,4 @@
-//! Pieces that wait to be read: demand before prefetch, first come first served within each.
+//! Pieces that wait to be read: first come, first served.
 //!
 //! Callers push under the mutex, I/O threads pop under it; nobody runs foreign code while holding it.
 
@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::locked;
 use super::request::Piece;
-use super::{Priority, locked};
 use crate::sys::fork;
 use crate::{Error, ErrorKind, Result};
 
@@ -29,8 +29,7 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct State {
-    demand: VecDeque<Piece>,
-    prefetch: VecDeque<Piece>,
+    pieces: VecDeque<Piece>,
     closed: bool,
     threads: usize,
 }
@@ -60,14 +59,14 @@ impl Queue {
             return Err(Error::new(ErrorKind::Closed, "the I/O engine was shut down"));
         }
         // The limit is one of requests; each has at least one piece and mostly not many.
-        if state.demand.len() + state.prefetch.len() > self.limit.saturating_mul(32) {
+        if state.pieces.len() > self.limit.saturating_mul(32) {
             return Err(Error::new(ErrorKind::NoSpace, "too many reads wait"));
         }
         Ok(())
     }
 
     /// Adds a request's pieces. Closed meanwhile: the I/O threads or we refuse them.
-    pub(super) fn push(&self, pieces: Vec<Piece>, priority: Priority) {
+    pub(super) fn push(&self, pieces: Vec<Piece>) {
         self.depth.fetch_add(pieces.len(), Ordering::Relaxed);
         let many = pieces.len() > 1;
         let mut state = locked(&self.state);
@@ -79,10 +78,7 @@ impl Queue {
             }
             return;
         }
-        match priority {
-            Priority::Demand => state.demand.extend(pieces),
-            Priority::Prefetch => state.prefetch.extend(pieces),
-        }
+        state.pieces.extend(pieces);
         drop(state);
         if many {
             self.ready.notify_all();
@@ -177,8 +173,7 @@ impl Queue {
 
 impl State {
     fn pop(&mut self) -> Option<(Piece, bool)> {
-        let piece = self.demand.pop_front().or_else(|| self.prefetch.pop_front())?;
-        Some((piece, self.closed))
+        Some((self.pieces.pop_front()?, self.closed))
     }
 }
 

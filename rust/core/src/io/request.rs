@@ -70,7 +70,7 @@ enum End {
 impl Piece {
     /// Cuts a request. An empty one is done at once and gives no piece.
     pub(super) fn cut(request: ReadRequest, piece_bytes: u32) -> Vec<Self> {
-        let ReadRequest { file, direct, offset, segments, priority: _, done } = request;
+        let ReadRequest { file, direct, offset, segments, done } = request;
         let transfer = Arc::new(Transfer {
             file,
             direct,

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use super::*;
@@ -47,7 +47,7 @@ impl Bench {
         file::set_len(memory.as_fd(), ARENA).unwrap();
         file::allocate(memory.as_fd(), 0, ARENA).unwrap();
         let arena = Arc::new(Mapping::of(memory.as_fd(), ARENA).unwrap());
-        let opened = match open_engine(choice, dir.path(), life.as_fd(), Some(&arena), options) {
+        let opened = match open_engine(choice, dir.path(), life.as_fd(), options) {
             Ok(opened) => opened,
             Err(error) if error.kind() == ErrorKind::Unavailable => {
                 println!("not checked here: {error}");
@@ -89,7 +89,6 @@ impl Bench {
             direct: self.opened.direct,
             offset,
             segments,
-            priority: Priority::Demand,
             done: Box::new(move |result| {
                 done(result);
                 drop(arena);
@@ -212,7 +211,7 @@ fn a_failed_read_is_an_error_told_once() {
 }
 
 #[test]
-fn demand_overtakes_prefetch() {
+fn reads_are_served_in_the_order_they_came() {
     // One piece at a time, and the first completion holds the only I/O thread until all are queued.
     let options =
         EngineOptions { pread_threads: 1, bytes_in_flight: 1, ..EngineOptions::default() };
@@ -228,15 +227,11 @@ fn demand_overtakes_prefetch() {
         for index in 1..=6 {
             let sender = sender.clone();
             let done = move |_| sender.send(index).unwrap();
-            let mut request = bench.request(&file, 0, segment(index), done);
-            if index <= 3 {
-                request.priority = Priority::Prefetch;
-            }
-            bench.opened.engine.submit(request).unwrap();
+            bench.opened.engine.submit(bench.request(&file, 0, segment(index), done)).unwrap();
         }
         start.send(()).unwrap();
         let order: Vec<u64> = (0..6).map(|_| receiver.recv_timeout(PATIENCE).unwrap()).collect();
-        assert_eq!(order, [4, 5, 6, 1, 2, 3]);
+        assert_eq!(order, [1, 2, 3, 4, 5, 6]);
     });
 }
 
@@ -278,7 +273,7 @@ fn shutdown_tells_every_read_and_leaves_none_in_flight() {
         assert!(bench.bytes(0, 8 << 20).iter().all(|byte| *byte == 0x5A));
         let request = bench.request(&file, 0, vec![bench.segment(0, 4096)], |_| {});
         assert_eq!(bench.opened.engine.submit(request).unwrap_err().kind(), ErrorKind::Closed);
-        assert!(bench.opened.engine.run(Box::new(|| {}), JobPriority::Demand).is_err());
+        assert!(bench.opened.engine.run(Box::new(|| {})).is_err());
     });
 }
 
@@ -299,36 +294,29 @@ fn an_engine_lets_the_liveness_lock_go_after_shutdown() {
 }
 
 #[test]
-fn opens_overtake_writes_and_never_wait_for_them() {
-    both(&EngineOptions { job_threads: 2, ..EngineOptions::default() }, |bench| {
+fn jobs_that_wait_are_bounded_and_end_with_the_engine() {
+    both(&EngineOptions { job_threads: 1, ..EngineOptions::default() }, |bench| {
         let engine = &bench.opened.engine;
         let (release, held) = mpsc::channel::<()>();
-        let held = Arc::new(Mutex::new(held));
-        let (sender, receiver) = mpsc::channel();
-        for _ in 0..3 {
-            let held = Arc::clone(&held);
-            let wait = move || {
-                locked(&held).recv_timeout(PATIENCE).ok();
+        let hold = move || {
+            held.recv_timeout(PATIENCE).ok();
+        };
+        assert!(engine.run(Box::new(hold)).is_ok());
+        let ran = Arc::new(AtomicUsize::new(0));
+        let taken = (0..100_000).take_while(|_| {
+            let ran = Arc::clone(&ran);
+            let job = move || {
+                ran.fetch_add(1, Ordering::SeqCst);
             };
-            assert!(engine.run(Box::new(wait), JobPriority::WriteBack).is_ok());
-        }
-        let open = move || sender.send(()).unwrap();
-        assert!(engine.run(Box::new(open), JobPriority::Demand).is_ok());
-        receiver.recv_timeout(PATIENCE).unwrap();
-        for _ in 0..3 {
-            release.send(()).unwrap();
-        }
-        let mut refused = false;
-        for _ in 0..2000 {
-            let held = Arc::clone(&held);
-            let wait = move || {
-                locked(&held).recv_timeout(PATIENCE).ok();
-            };
-            refused |= engine.run(Box::new(wait), JobPriority::WriteBack).is_err();
-        }
-        assert!(refused, "write-backs are bounded");
+            engine.run(Box::new(job)).is_ok()
+        });
+        let taken = taken.count();
+        assert!(taken > 1000 && taken < 100_000, "{taken}");
+        engine.shutdown(Duration::ZERO);
+        assert_eq!(Arc::strong_count(&ran), 1, "what waited was dropped");
         drop(release);
         engine.shutdown(PATIENCE);
+        assert_eq!(ran.load(Ordering::SeqCst), 0);
     });
 }
 
@@ -340,14 +328,13 @@ fn a_file_system_without_direct_reads_is_read_through_the_page_cache() {
         let life = LockFile::open(&life_dir.path().join("lock")).unwrap();
         let shm = Path::new("/dev/shm");
         let options = EngineOptions::default();
-        let opened = open_engine(EngineChoice::Auto, shm, life.as_fd(), None, &options).unwrap();
+        let opened = open_engine(EngineChoice::Auto, shm, life.as_fd(), &options).unwrap();
         let direct = sys::file::unnamed_in(shm, true).is_ok_and(|file| file.is_some());
         assert_eq!(opened.direct, direct);
         let reason = opened.reason.clone().unwrap_or_default();
         assert!(direct || reason.contains("O_DIRECT"), "{reason}");
         let missing = Path::new("/nowhere/at/all");
-        let error =
-            open_engine(EngineChoice::Auto, missing, life.as_fd(), None, &options).unwrap_err();
+        let error = open_engine(EngineChoice::Auto, missing, life.as_fd(), &options).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT));
     });
 }

@@ -15,9 +15,7 @@ use super::probe::Probe;
 use super::queue::{IDLE, Queue};
 use super::request::Piece;
 use super::ring::{Completion, DEPTH, Ring};
-use super::{
-    Engine, EngineKind, EngineOptions, Job, JobPriority, ReadRequest, Segment, locked, pread,
-};
+use super::{Engine, EngineKind, EngineOptions, Job, ReadRequest, Segment, locked, pread};
 use crate::sys::event::Event;
 use crate::sys::fork;
 use crate::{Error, ErrorKind, Result};
@@ -51,7 +49,7 @@ impl Uring {
     pub(super) fn start(
         options: &EngineOptions,
         life: BorrowedFd<'_>,
-        probe: Probe<'_>,
+        probe: Probe,
     ) -> Result<Self> {
         let life = life.try_clone_to_owned().map_err(|e| Error::io("copying a descriptor", e))?;
         let shared = Arc::new(Shared {
@@ -100,14 +98,13 @@ impl Shared {
 impl Engine for Uring {
     fn submit(&self, request: ReadRequest) -> Result<()> {
         self.shared.queue.admit()?;
-        let priority = request.priority;
-        self.shared.queue.push(Piece::cut(request, self.piece_bytes), priority);
+        self.shared.queue.push(Piece::cut(request, self.piece_bytes));
         self.shared.signal();
         Ok(())
     }
 
-    fn run(&self, job: Job, priority: JobPriority) -> std::result::Result<(), Job> {
-        self.jobs.run(job, priority)
+    fn run(&self, job: Job) -> std::result::Result<(), Job> {
+        self.jobs.run(job)
     }
 
     fn register(&self, memory: Segment) {
