@@ -106,7 +106,7 @@ impl Lease {
                 from_disk: items
                     .iter()
                     .zip(&found)
-                    .map(|(item, found)| comes(item, found))
+                    .map(|(item, found)| comes(item, *found))
                     .collect(),
                 items,
                 handed_out: vec![false; present],
@@ -217,7 +217,7 @@ impl Drop for Lease {
 }
 
 /// Whether an object's bytes are still to come from its file.
-fn comes(item: &Item, found: &Option<(Slot, SlotState)>) -> bool {
+fn comes(item: &Item, found: Option<(Slot, SlotState)>) -> bool {
     matches!(item, Item::Opening) || matches!(found, Some((_, SlotState::Filling)))
 }
 
