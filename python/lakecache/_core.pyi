@@ -18,12 +18,14 @@ __all__ = [
     "blake3",
     "blake3_file",
     "derive_keys",
+    "take_messages",
 ]
 
 __version__: str
 
 def derive_keys(namespace: bytes, kind: int, block_hashes: Sequence[bytes]) -> bytes: ...
 def blake3(data: Buffer) -> bytes: ...
+def take_messages() -> list[tuple[int, str]]: ...
 def blake3_file(path: str | Path, ranges: Sequence[tuple[int, int]] | None = None) -> bytes: ...
 
 @final

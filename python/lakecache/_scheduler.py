@@ -72,6 +72,7 @@ class SchedulerHalf:
 
         self._core = _core
         self._config = config
+        self._to_disk = not unstable
         self._cache = cache
         self._groups = groups
         self.chunk, self.block, self.unit = geometry
@@ -130,6 +131,10 @@ class SchedulerHalf:
             # A load within the step cannot be taken back, and what is verified may be refused.
             verifies = self._config.verify_load
             self._same_step = all(worker.same_step for worker in told) and not verifies
+            log.info(
+                "LakeCache keeps prompts in chunks of %d tokens in %s",
+                self.chunk, self._config.tiers(disk=self._to_disk),
+            )  # fmt: skip
 
     def _decline(self, reason: str) -> None:
         self.declined, self.spaces.ranks = reason, None

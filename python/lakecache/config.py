@@ -87,6 +87,25 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         return config
 
+    def tiers(self, *, disk: bool) -> str:
+        """Say where objects are kept, for people; without `disk` that tier is out of use."""
+        parts = []
+        if self.cpu_bytes:
+            parts.append(f"{_shown(self.cpu_bytes)} of memory in {self.ram_dir}")
+        if self.cache_dir is not None and disk:
+            limit = self.disk_capacity_bytes
+            most = "the disk" if limit is None else f"at most {_shown(limit)} of disk"
+            parts.append(f"{most} in {self.cache_dir}")
+        return " and ".join(parts)
+
+
+def _shown(size: int) -> str:
+    for unit in ("TiB", "GiB", "MiB"):
+        count = size / _UNITS[unit.lower()]
+        if count >= 1:
+            return f"{count:.4g} {unit}"
+    return f"{size} bytes"
+
 
 def parse_bytes(key: str, value: object) -> int:
     """Read a size: an integer of bytes, or a text such as "8GiB", "512MiB" or "1.5GB"."""

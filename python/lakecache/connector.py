@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lakecache import _messages
 from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
 from lakecache._scheduler import SchedulerHalf
@@ -123,6 +124,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduling:
             self._warn(transfer.kv_load_failure_policy, unstable)
         cache = _open_cache(config, worker=not scheduling, private=unstable is not None)
+        _messages.pass_on(log)
         groups = cache_groups(kv_cache_config, hybrid=hybrid)
         self._loaded_groups = tuple(sorted((*groups.attention, *groups.states)))
         geometry = chunk_geometry(kv_cache_config, groups, config.chunk_size)
@@ -161,6 +163,14 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """A save that is dropped is only a later miss."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whole CUDA graphs are fine. vLLM asks before it starts any process, so wrong settings are
+        refused here, in one short error; where it does not ask, the workers refuse them.
+        """
+        CacheConfig.from_extra_config(extra_config)
         return False
 
     # Worker side
@@ -241,6 +251,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.handshake(
                 {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
             )
+            _messages.pass_on(log)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Tell whose blocks a load fills, so that vLLM need not zero them."""
@@ -360,7 +371,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Give the scheduler half's counters, about once a second."""
+        """Give the scheduler half's counters, about once a second. vLLM asks in each step, so the
+        store's messages are logged here.
+        """
+        if self.scheduler is not None or self.worker is not None:
+            _messages.pass_on(log)
         return None if self.scheduler is None else self.scheduler.stats()
 
     @classmethod
@@ -377,12 +392,14 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if worker is not None:
             worker.shutdown()
             _drained_workers[self._engine_id] = worker
+            _messages.pass_on(log)
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
             drained = _drained_workers.pop(self._engine_id, None)
             if drained is not None:
                 scheduler.report(drained.take_report(), (), ())
             scheduler.shutdown()
+            _messages.pass_on(log)
 
 
 class MiniCacheConnector(CacheConnector):

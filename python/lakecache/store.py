@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lakecache import _messages
 from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat, is_on_device
 from lakecache.config import CacheConfig
 from lakecache.errors import (
@@ -81,6 +82,7 @@ class _Store:
             self._namespace = number
             if config.cache_dir is not None and index_timeout > 0:
                 self._cache.wait_scanned(index_timeout)
+            _messages.pass_on(log)
         except BaseException:
             self.close(timeout=0.0)
             raise
@@ -221,6 +223,7 @@ class _Store:
         if cache is not None:
             self._access.close()
             cache.close(timeout)
+            _messages.pass_on(log)
 
     def __enter__(self) -> Self:
         """Give the store itself."""
@@ -233,6 +236,8 @@ class _Store:
     def _open(self) -> _core.Cache:
         if self._cache is None:
             raise ClosedError("this store is closed; open a new one")
+        # Every operation comes by here.
+        _messages.pass_on(log)
         return self._cache
 
     def _keys(self, keys: Iterable[bytes]) -> bytes:

@@ -38,6 +38,19 @@ def read(settings: dict, count: int) -> None:
         print(json.dumps({"pool": store.pool_id, "tiers": tiers, "right": right}))
 
 
+def lose(settings: dict, count: int) -> None:
+    """Try to read objects 0 to `count`; say how many were lost."""
+    lost = 0
+    with TieredStore(**settings) as store:
+        with store.lease_many([b"object %d" % number for number in range(count)]) as lease:
+            for at in range(count):
+                try:
+                    lease.read(at)
+                except LakeCacheError:
+                    lost += 1
+        print(json.dumps(lost))
+
+
 def use(settings: dict, blocked: str = "") -> None:
     """Put and read one object where something is wrong with the machine."""
     if blocked == "io_uring":
@@ -124,5 +137,5 @@ def drop_override() -> None:
 
 if __name__ == "__main__":
     what, settings, *rest = sys.argv[1:]
-    actions = {"fill": fill, "read": read, "use": use, "fork": fork}
+    actions = {"fill": fill, "read": read, "use": use, "lose": lose, "fork": fork}
     actions[what](json.loads(settings), *(int(r) if r.isdigit() else r for r in rest))

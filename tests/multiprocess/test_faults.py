@@ -34,21 +34,31 @@ def use(start):
         assert child.returncode in (0, REFUSED), said + errors
         assert "Traceback" not in errors
         assert "panicked" not in errors
-        return json.loads(said.splitlines()[-1])
+        return {**json.loads(said.splitlines()[-1]), "log": errors}
 
     return run
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path):
-    """A file system of 8 MiB."""
+def tmpfs(tmp_path):
+    """Makes one file system of so many MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "lakecache-test", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root with CAP_SYS_ADMIN")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+    def mount(size: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "lakecache-test", str(folder)]
+        if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a tmpfs needs root with CAP_SYS_ADMIN")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "-l", str(folder)], stderr=subprocess.DEVNULL, check=False)
+
+
+@pytest.fixture
+def small_tmpfs(tmpfs):
+    """A file system of 8 MiB."""
+    return tmpfs(8)
 
 
 def test_a_directory_that_cannot_be_written(use, settings, tmp_path):
@@ -100,6 +110,49 @@ def test_a_full_tmpfs_is_a_miss(use, settings, small_tmpfs, left):
     else:
         assert (said["stored"], said["right"]) == (False, [])
         assert said["stats"]["stores_no_room"] > 0
+
+
+def test_memory_that_cannot_be_had_now_is_a_warning(use, settings, tmpfs):
+    folder = tmpfs(64)
+    (folder / "other").write_bytes(bytes(50 * MIB))
+    said = use({**settings, "cache_dir": None, "ram_dir": str(folder / "ram")})
+    assert not said["stored"]
+    (line,) = [line for line in said["log"].splitlines() if "could be reserved" in line]
+    for part in ("only 0 of ", str(folder), " 8 are left alone", "cpu_bytes"):
+        assert part in line
+
+
+def test_a_tmpfs_as_small_as_docker_makes_it_is_used(use, settings, tmpfs):
+    said = use({**settings, "ram_dir": str(tmpfs(64) / "ram")})
+    assert said["right"] == [True]
+    assert "could be reserved" not in said["log"]
+
+
+def test_damage_is_said_once_for_many_files(start, settings):
+    with TieredStore(**settings) as store:
+        names = [b"object %d" % number for number in range(5)]
+        for number, name in enumerate(names):
+            assert store.put(name, bytes([number]) * 100_000)
+        assert store.flush()
+        store.clear_memory()
+    for file in Path(settings["cache_dir"]).rglob("*.kv"):
+        with file.open("r+b") as stored:
+            stored.seek(8192)
+            stored.write(b"changed")
+    shutil.rmtree(settings["ram_dir"])
+    child = start("lose", settings, 5)
+    said, errors = child.communicate(timeout=90)
+    assert json.loads(said) == 5
+    assert errors.count("the object is dropped") == 1
+
+
+def test_another_size_than_the_pool_in_use_is_a_warning(settings, caplog):
+    with (
+        TieredStore(**settings),
+        TieredStore(**{**settings, "cpu_bytes": 48 * MIB}) as other,
+    ):
+        assert other.put(b"key", b"bytes")
+    assert f"cpu_bytes = {48 * MIB} has no effect" in caplog.text
 
 
 def test_a_full_disk_is_a_miss(use, settings, small_tmpfs):

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lakecache._metadata import IDLE, CacheStats, StepPlan, WorkerReport
 from lakecache.connector import CacheConnector, LakeCacheConnector, MiniCacheConnector
+from lakecache.errors import ConfigError
 
 
 class Broken:
@@ -147,19 +148,26 @@ def test_delivery_is_not_required_and_layers_are_not_hooked(broken: MiniCacheCon
     assert broken.errors == 0
 
 
+def test_wrong_settings_are_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="cache_dir"):
+        MiniCacheConnector.requires_piecewise_for_cudagraph({"cachedir": "/var/cache"})
+
+
 def test_every_hook_of_vllm_that_it_calls_is_known() -> None:
     """A hook that a new vLLM adds shows up here, to be answered or left alone on purpose."""
     overridden = {name for name in vars(CacheConnector) if not name.startswith("_")}
     ours = {
         "requires_kv_delivery", "wait_for_layer_load", "save_kv_layer",
         "build_kv_connector_stats", "has_pending_block_frees", "has_pending_push_work",
-        "get_loaded_kv_cache_group_ids",
+        "get_loaded_kv_cache_group_ids", "requires_piecewise_for_cudagraph",
         *(hook for hook, _, _ in HOOKS),
     }  # fmt: skip
     assert {name for name in overridden if hasattr(KVConnectorBase_V1, name)} <= ours
     left = {"wait_for_layer_load", "save_kv_layer", "build_kv_connector_stats"}
     # These look at one dictionary, once per step; there is nothing in them to go wrong.
     left |= {"has_pending_block_frees", "has_pending_push_work", "get_loaded_kv_cache_group_ids"}
+    # This one is there to raise, before anything was started.
+    left.add("requires_piecewise_for_cudagraph")
     assert overridden - left - {"requires_kv_delivery"} == {hook for hook, _, _ in HOOKS}
 
 

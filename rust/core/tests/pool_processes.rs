@@ -570,7 +570,8 @@ fn a_piece_that_would_fill_the_tmpfs_is_put_off_and_reserved_later() {
     let _watchdog = Watchdog::start("a_piece_put_off");
     let Some(tmpfs) = Tmpfs::mount(128 * MIB) else { return };
     let filler = tmpfs.0.path().join("filler");
-    std::fs::write(&filler, vec![1; 60 << 20]).unwrap();
+    // 16 of the 128 MiB are left to others.
+    std::fs::write(&filler, vec![1; 100 << 20]).unwrap();
     let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
     assert!(!pool.wait_reserved(1, Duration::from_millis(300)));
     let gauges = pool.gauges();

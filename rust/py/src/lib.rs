@@ -11,6 +11,7 @@ mod copier;
 mod digest;
 mod error;
 mod lease;
+mod messages;
 mod view;
 
 use pyo3::prelude::*;
@@ -27,11 +28,14 @@ mod _core {
     #[pymodule_export]
     use super::lease::PyLease;
     #[pymodule_export]
+    use super::messages::take_messages;
+    #[pymodule_export]
     use super::view::View;
-    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+    use super::{Bound, PyModule, PyModuleMethods, PyResult, messages};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        messages::keep();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -15,7 +15,9 @@ use crate::{ErrorKind, Result, sys};
 
 const MEMORY_KEPT_BYTES: u64 = 2 << 30;
 const MEMORY_KEPT_PERCENT: u64 = 5;
+/// Left to others who use the same tmpfs: so much, or an eighth of a small one.
 const TMPFS_KEPT_BYTES: u64 = 64 << 20;
+const TMPFS_KEPT_SHARE: u64 = 8;
 /// Before a piece that was put off is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 /// Before looking whether the member that reserves has finished, or died.
@@ -126,6 +128,10 @@ impl Pool {
     }
 }
 
+fn mib(bytes: u64) -> u64 {
+    bytes >> 20
+}
+
 impl Core {
     fn reserve_step(&self) -> Result<ReserveOutcome> {
         let Ok(_step) = self.reserver.step.try_lock() else { return Ok(ReserveOutcome::Elsewhere) };
@@ -189,23 +195,25 @@ impl Core {
         let short = |free: u64, kept: u64| free < bytes.saturating_add(kept);
         let available = sys::limits::mem_available();
         if short(available, kept(available)) {
-            let text = format!("the host has {available} bytes of memory available");
-            return Ok(Some(format!("{text}, of which {} are left alone", kept(available))));
+            let text = format!("the host has {} MiB of memory available", mib(available));
+            return Ok(Some(format!("{text}, of which {} are left alone", mib(kept(available)))));
         }
         if let Some(cgroup) = sys::limits::cgroup_limit() {
             let free = cgroup.limit.saturating_sub(cgroup.used_without_inactive_file);
             if short(free, kept(cgroup.limit)) {
-                let text = format!("the container's memory limit leaves {free} bytes");
-                return Ok(Some(format!("{text}, of which {} are left alone", kept(cgroup.limit))));
+                let text = format!("the container's memory limit leaves {} MiB", mib(free));
+                let kept = mib(kept(cgroup.limit));
+                return Ok(Some(format!("{text}, of which {kept} are left alone")));
             }
         }
         if let Some(path) = &self.path {
             let space = sys::limits::fs_space(path)?;
             // A tmpfs without a size limit reports a total of zero.
-            if space.total > 0 && short(space.free, TMPFS_KEPT_BYTES) {
-                let text =
-                    format!("the file system of {} has {} bytes free", path.display(), space.free);
-                return Ok(Some(format!("{text}, of which {TMPFS_KEPT_BYTES} are left alone")));
+            let kept = TMPFS_KEPT_BYTES.min(space.total / TMPFS_KEPT_SHARE);
+            if space.total > 0 && short(space.free, kept) {
+                let (path, free) = (path.display(), mib(space.free));
+                let text = format!("the file system of {path} has {free} MiB free");
+                return Ok(Some(format!("{text}, of which {} are left alone", mib(kept))));
             }
         }
         Ok(None)
@@ -216,10 +224,11 @@ impl Core {
         self.reserver.put_offs.fetch_add(1, Ordering::Relaxed);
         if !self.reserver.warned.swap(true, Ordering::Relaxed) {
             log::warn!(
-                "only {} of {} bytes of the pool's data area are reserved for now: {reason}; \
-                 retrying every {} s (free memory, or lower cpu_bytes)",
-                self.reserved_bytes(),
-                self.geometry.data_pages * PAGE_BYTES,
+                "only {} of {} MiB of shared memory could be reserved, so that less or nothing is \
+                 kept: {reason}. It is tried again every {} s. Free memory, enlarge what is too \
+                 small (see docs/operations.md), or lower cpu_bytes",
+                mib(self.reserved_bytes()),
+                mib(self.geometry.data_pages * PAGE_BYTES),
                 RETRY.as_secs()
             );
         }
