@@ -373,6 +373,7 @@ class LoadPolicy:
         # Swept with other unfinished files, should we be killed.
         temporary = path.with_name(f".{FILE}.{os.getpid()}.tmp")
         try:
+            temporary.touch(mode=0o600)
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
             temporary.replace(path)
         except OSError as error:
