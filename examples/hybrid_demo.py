@@ -136,7 +136,9 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(serving.ROOT / ".models" / "qwen35-tiny"))
+    parser.add_argument(
+        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "qwen35-tiny")
+    )
     parser.add_argument("--mode", choices=["native", "checkpoint"], default="checkpoint")
     parser.add_argument("--tier-phases", type=phases, default="warm,cold,rewarm")
     parser.add_argument("--tokens", type=numbers, default="300", help="lengths of the prompts")

@@ -55,14 +55,17 @@ def snapshot(options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(serving.ROOT / ".models" / "SmolLM2-135M"))
+    parser.add_argument(
+        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
+    )
     parser.add_argument(
         "--layers", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1]
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what vLLM is for")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    serving.require_device(options.device)
     tensors, about = snapshot(options)
     from safetensors.torch import load_file, save_file
 

@@ -130,8 +130,12 @@ def demonstrate(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(serving.ROOT / ".models" / "SmolLM2-135M"))
-    parser.add_argument("--tokens", type=int, default=1500, help="length of the prompt")
+    parser.add_argument(
+        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
+    )
+    parser.add_argument(
+        "--tokens", type=serving.prompt_tokens, default=1500, help="length of the prompt"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--times", type=int, help=argparse.SUPPRESS)

@@ -15,10 +15,33 @@ import torch
 LAYERS, HEADS, HEAD_SIZE = 30, 3, 64
 
 
+def count(text: str) -> int:
+    """Read a number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def device(name: str) -> str:
+    """Read the name of a device that is there, for argparse."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no CUDA device here; leave --device out")
+    return name
+
+
+def file(name: str) -> Path:
+    """Read the path of a file that is there, for argparse."""
+    path = Path(name)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {name}; kv_snapshot.py makes one")
+    return path
+
+
 def arguments(text: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--kv-snapshot", type=Path, metavar="FILE", help="made by kv_snapshot.py")
+    parser.add_argument("--device", type=device, choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--kv-snapshot", type=file, metavar="FILE", help="made by kv_snapshot.py")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,40 @@ ENVIRONMENT = {
 }
 COUNTERS = ("memory_hits", "disk_hits", "disk_payload_reads", "promotions", "stores")
 WAIT_SECONDS = 60
+# One chunk of the prompt is stored, and the last token is always computed.
+SHORTEST_PROMPT = 257
+
+
+def model(name: str) -> str:
+    """Read a model's folder, or its name in Hugging Face's cache, for argparse."""
+    if name.startswith(("/", ".", "~")) and not (Path(name) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{name} is no model's folder; `make models` makes some in {ROOT / '.models'}"
+        )
+    return name
+
+
+def require_device(wanted: str | None) -> None:
+    """End where vLLM was built for another kind of device than was asked for."""
+    if wanted is None:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != wanted:
+        raise SystemExit(
+            f"--device {wanted}: this vLLM runs on {current_platform.device_type}; use the Python "
+            f"of an environment whose vLLM is for {wanted}, or leave --device out"
+        )
+
+
+def prompt_tokens(text: str) -> int:
+    """Read the length of a prompt that is stored, for argparse."""
+    tokens = int(text)
+    if tokens < SHORTEST_PROMPT:
+        raise argparse.ArgumentTypeError(
+            f"{tokens} tokens are less than a chunk of 256 and one more; nothing would be restored"
+        )
+    return tokens
 
 
 class Server:

@@ -57,17 +57,22 @@ def run(options: argparse.Namespace, cache_dir: str, ram_dir: str) -> tuple[list
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(serving.ROOT / ".models" / "SmolLM2-135M"))
+    parser.add_argument(
+        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
+    )
     parser.add_argument("--mode", choices=["native", "pinned", "sync"], default="pinned")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what vLLM is for")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cpu-bytes", default="512MiB")
     parser.add_argument("--disk-bytes", default="2GiB")
     parser.add_argument("--cache-dir", help="default: a folder that is removed in the end")
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompt")
+    parser.add_argument(
+        "--tokens", type=serving.prompt_tokens, default=1024, help="length of the prompt"
+    )
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    serving.require_device(options.device)
     with (
         tempfile.TemporaryDirectory(prefix="lakecache-example-") as files,
         tempfile.TemporaryDirectory(prefix="lakecache-example-", dir="/dev/shm") as memory,

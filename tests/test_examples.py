@@ -52,6 +52,45 @@ def test_host_kv():
 
 
 @pytest.mark.vllm
+def test_a_device_that_vllm_is_not_for_is_refused(tiny_model):
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    other = "cpu" if current_platform.is_cuda() else "cuda"
+    command = [sys.executable, str(ROOT / "examples" / "vllm_demo.py"), "--device", other]
+    done = subprocess.run(
+        [*command, "--model", str(tiny_model)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"--device {other}: this vLLM runs on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("attention.py", "--tokens", "0"), "less than 1"),
+        (("demo.py", "--kv-snapshot", "/nowhere"), "kv_snapshot.py makes one"),
+        (("main_demo.py", "--tokens", "256"), "nothing would be restored"),
+        (("vllm_demo.py", "--model", "/nowhere"), "`make models`"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments, says):
+    command = [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_snapshot_of_real_kv(tiny_model, tmp_path):
     pytest.importorskip("vllm")
