@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 RUST_TESTS := --locked --workspace --exclude lakecache-py --exclude lakecache-bench --all-features
 PYTHON_FOLDERS := python tests scripts examples benches
 # Whole runs, in seconds; each single test has a limit of its own (nextest.toml, pyproject.toml).
-# pytest is interrupted, so that it still names what has failed before.
+# pytest ends after the test that is late, so that it still names what has failed before.
 RUST_LIMIT ?= 1200
 PYTEST_LIMIT ?= 1200
 
@@ -91,7 +91,8 @@ test-rust: setup
 
 test-python: build
 	@$(BIN)/python scripts/make_models.py qwen3-tiny qwen35-tiny qwen35-moe-tiny
-	timeout --signal=INT --kill-after=30 $(PYTEST_LIMIT) $(BIN)/python -m pytest
+	timeout --kill-after=30 $$(($(PYTEST_LIMIT) + 330)) \
+	    $(BIN)/python -m pytest --session-timeout=$(PYTEST_LIMIT)
 
 format: setup ## Format all sources
 	cargo fmt --all
