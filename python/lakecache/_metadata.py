@@ -77,11 +77,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler: how many ranks have finished what.
 
     `stores` maps a job to (ranks that copied it, ranks that failed); `copied` maps (load, index)
-    to the ranks that no longer need the chunk.
+    to the ranks that no longer need the chunk. `same_step` is whether all ranks that report can
+    still load within the step.
     """
 
     stores: dict[int, tuple[int, int]] = field(default_factory=dict)
     copied: dict[tuple[int, int], int] = field(default_factory=dict)
+    same_step: bool = True
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add the counts of another rank, or of another step."""
@@ -94,7 +96,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         copied = dict(self.copied)
         for chunk, ranks in other.copied.items():
             copied[chunk] = copied.get(chunk, 0) + ranks
-        return WorkerReport(stores, copied)
+        return WorkerReport(stores, copied, self.same_step and other.same_step)
 
 
 @dataclass

@@ -299,6 +299,8 @@ class SchedulerHalf:
 
     def _unplanned(self, tracked: Tracked) -> None:
         self.counts["unplanned_loads"] += 1
+        if tracked.same_step:
+            raise RuntimeError("a load within the step was not allocated as it was answered")
         self.fail_load(tracked.request.request_id)
 
     def _start(self, tracked: Tracked, objects: list[tuple[int, bytes]], external: int) -> bool:
@@ -482,6 +484,7 @@ class SchedulerHalf:
         failed = set(failed)
         told: list[Callable[[], None]] = []
         if report is not None:
+            self._same_step &= report.same_step
             for job, (good, bad) in report.stores.items():
                 told.append(partial(self.saves.copied, job, good, bad))
             for (ident, index), ranks in report.copied.items():

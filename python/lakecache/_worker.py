@@ -83,6 +83,7 @@ class WorkerHalf:
         self._loads: dict[int, Load] = {}
         self._over: list[Load] = []
         self._report = WorkerReport()
+        self._same_step = False
         self.errors = 0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -99,6 +100,7 @@ class WorkerHalf:
                 self._shapes[KIND_STATE] = pages.state_shape(with_pages=False)
                 self._shapes[KIND_TAIL] = pages.state_shape(with_pages=True)
             self._transfer = self._make_transfer(next(iter(kv_caches.values())))
+            self._same_step = self._transfer.same_step
             self._declined = None
         except Exception as error:
             self._transfer = None
@@ -148,7 +150,7 @@ class WorkerHalf:
         return Handshake(
             pool_id=self._cache.pool_id,
             part_bytes={kind: shape.part_bytes for kind, shape in self._shapes.items()},
-            same_step=self._transfer is not None and self._transfer.same_step,
+            same_step=self._same_step,
             identity=self._identity,
             declined=self._declined,
         )
@@ -227,7 +229,8 @@ class WorkerHalf:
         load, ident, index = owner
         load.done += 1
         load.failed |= not good
-        if not load.failed:
+        # Nobody else says of a load within the step that it is over.
+        if not load.failed or load.request_id is None:
             self._report.copied[ident, index] = 1
 
     def _settle(self) -> None:
@@ -242,7 +245,9 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Give the acknowledgements since the last call, if any."""
-        if not self._report.stores and not self._report.copied:
+        if self._same_step and not (self._transfer and self._transfer.same_step):
+            self._same_step = self._report.same_step = False
+        elif not self._report.stores and not self._report.copied:
             return None
         report, self._report = self._report, WorkerReport()
         return report

@@ -216,6 +216,8 @@ class PackedTransfer:
             for number in range(2)
         )  # fmt: skip
         self._over: list[tuple[int, bool]] = []
+        # Whether an object to load was gone, since the last poll.
+        self._refused = False
         self._broken: Exception | None = None
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
@@ -238,9 +240,11 @@ class PackedTransfer:
             lane.add(LaneJob(job, kind, entry, generation, blocks))
         else:
             self._over.append((job, False))
+            self._refused |= not lane.storing
 
     def poll(self) -> list[tuple[int, bool]]:
         """See `Transfer.poll`."""
+        self._refused = False
         try:
             for lane in (self._loads, self._stores):
                 if lane.busy():
@@ -260,13 +264,13 @@ class PackedTransfer:
         RuntimeError: one of them cannot be made. The engine's next work must not run then.
         """
         self._loads.advance(at_once=True)
-        if not self._loads.follow():
+        if not self._loads.follow() or self._refused:
             raise RuntimeError("an object that was held in memory is not there")
 
     def _fail(self, error: Exception) -> None:
         """End all jobs as failed, when nothing touches their memory any more."""
         log.warning("LakeCache: a GPU transfer failed; no more are made", exc_info=error)
-        self._broken = error
+        self._broken, self.same_step = error, False
         self._loads.drop_all()
         self._stores.drop_all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from fakes import core as fake
 pytest.importorskip("vllm")
 
 from fakes.scheduler import Bench, Request
-from lakecache._metadata import IDLE, Handshake, WorkerReport
+from lakecache._metadata import IDLE, Handshake, StepPlan, WorkerReport
+from lakecache._pages import Groups
+from lakecache._support import Geometry
+from lakecache._worker import WorkerHalf
+from lakecache.config import CacheConfig
 
 
 @pytest.fixture
@@ -67,6 +72,60 @@ def test_what_is_verified_may_be_refused_so_it_is_loaded_between_steps(
     bench.half.handshake({(0, 0): told})
     bench.store(256)
     assert bench.half.matched(Request(256), 0) == (255, verify)
+
+
+def test_no_more_are_promised_once_a_rank_has_said_that_it_cannot(bench: Bench) -> None:
+    bench.store(256)
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (255, False)
+    bench.half.report(WorkerReport().aggregate(WorkerReport(same_step=False)), (), ())
+    assert bench.half.matched(request, 0) == (255, True)
+
+
+def test_fewer_blocks_than_promised_are_an_error(bench: Bench) -> None:
+    """The forward would read pages that nobody loads."""
+    bench.store(256)
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (255, False)
+    few = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    with pytest.raises(RuntimeError, match="within the step"):
+        bench.half.allocated(request, few, 255)  # type: ignore[arg-type]
+
+
+def test_a_worker_says_of_a_load_that_it_is_over_even_if_the_copies_were_given_up() -> None:
+    class Broken:
+        """A GPU transfer with an error after the engine's stream was told to wait for the load."""
+
+        same_step = True
+
+        def __init__(self) -> None:
+            self.jobs: list[int] = []
+
+        def load(self, job: int, *_: object) -> None:
+            self.jobs.append(job)
+
+        def follow_loads(self) -> None:
+            pass
+
+        def poll(self) -> list[tuple[int, bool]]:
+            self.same_step = False
+            return [(job, False) for job in self.jobs]
+
+    nothing: Any = SimpleNamespace(prefix_cacheable_group_ids=())
+    half = WorkerHalf(
+        nothing, nothing, CacheConfig(transfer="sync"), nothing,
+        groups=Groups((0,)), geometry=Geometry(64, 32, 32), rank=0,
+    )  # fmt: skip
+    half._transfer, half._same_step = Broken(), True  # type: ignore[assignment]
+    plan = StepPlan()
+    plan.loads, plan.chunks = [(7, None, 1)], [(7, 0, 0, 1, 1, b"")]
+    half.start_loads(plan)
+    half.poll()
+    assert half.take_report() == WorkerReport(copied={(7, 0): 1}, same_step=False)
+    assert half.take_report() is None
+    half._settle()
+    half.take_results()
+    assert not half.busy()
 
 
 def test_others_are_not_held_up(bench: Bench) -> None:
