@@ -99,9 +99,9 @@ class _Buffer:
 
     __slots__ = ("free", "ids", "memory")
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, ids: int) -> None:
         self.memory = memory
-        self.ids = torch.empty(BATCH_IDS, dtype=torch.int32, device=memory.device)
+        self.ids = torch.empty(ids, dtype=torch.int32, device=memory.device)
         self.free: torch.cuda.Event | None = None
 
 
@@ -132,7 +132,9 @@ class Lane:
         self._rank = rank
         self._verify = verify and not storing
         self._device = buffers[0].device
-        self._buffers = [_Buffer(buffer) for buffer in buffers]
+        # One object fits in any case.
+        ids = max(BATCH_IDS, *(shape.slot_count for shape in shapes.values()))
+        self._buffers = [_Buffer(buffer, ids) for buffer in buffers]
         self._turn = 0
         self._copies = torch.cuda.Stream(self._device)
         self._kernels = torch.cuda.Stream(self._device)

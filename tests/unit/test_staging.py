@@ -95,7 +95,8 @@ class World:
         assert spec.loader is not None
         staging = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(staging)
-        monkeypatch.setattr(staging, "BATCH_IDS", 8)
+        # Several objects of one kind, and less than one of the other.
+        monkeypatch.setattr(staging, "BATCH_IDS", 2)
         monkeypatch.setitem(sys.modules, "lakecache._staging", staging)
 
     # The pool

@@ -428,6 +428,18 @@ fn two_openings_in_one_process_are_two_members() {
 }
 
 #[test]
+fn one_member_too_many_is_told_so_and_a_place_that_is_left_is_taken() {
+    let _watchdog = Watchdog::start("one_member_too_many");
+    let dirs = Dirs::new();
+    let mut members: Vec<_> = (0..128).map(|_| Pool::open(dirs.options()).unwrap()).collect();
+    let error = Pool::open(dirs.options()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
+    assert!(error.to_string().contains("has 128 members already"), "{error}");
+    drop(members.pop());
+    Pool::open(dirs.options()).unwrap();
+}
+
+#[test]
 fn a_worker_attaches_by_id_whatever_the_pools_size() {
     let dirs = Dirs::new();
     let transit = PoolOptions { cpu_bytes: 0, transit_bytes: 8 * MIB, ..dirs.options() };

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::layout::{
-    CACHE_DIR_MAX, DATA_BYTES_MIN, FORMAT_VERSION, Geometry, Header, MAGIC, Sizes,
+    CACHE_DIR_MAX, DATA_BYTES_MIN, FORMAT_VERSION, Geometry, Header, MAGIC, MEMBERS_MAX, Sizes,
 };
 use super::place::{self, Place};
 use super::{Files, Pool, PoolOptions, Role, lock_byte, members, sweep};
@@ -265,7 +265,11 @@ impl Opener<'_> {
             if self.alone {
                 return self.unlink(&file, "all of its members died and left something behind");
             }
-            let text = format!("the pool {} has no free member number", self.path.display());
+            let text = format!(
+                "the pool {} has {MEMBERS_MAX} members already, and each engine and each of its \
+                 workers is one: stop some, or give others another cache_dir",
+                self.path.display()
+            );
             return Err(Error::new(ErrorKind::NoSpace, text));
         };
         if self.place.incarnation()? != Some(head.incarnation) {
