@@ -74,7 +74,8 @@ class HybridSchedulerHalf(SchedulerHalf):
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Answer how far beyond `local` the deepest checkpoint is; hold a lease on all of it."""
-        if request.skip_reading_prefix_cache or request.resumable:
+        # vLLM asks behind whole blocks, and which chunks a state needs is counted from there.
+        if request.skip_reading_prefix_cache or request.resumable or local % self.block:
             return 0, False
         tracked = self._track(request)
         tracked.local = local
