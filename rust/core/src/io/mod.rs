@@ -9,6 +9,7 @@
 //! not even after [`Engine::shutdown`] ran out of time: the kernel may still write to it (I1). Let
 //! `done` own what keeps the memory mapped.
 
+mod finish;
 mod jobs;
 mod pread;
 mod probe;
@@ -55,7 +56,8 @@ pub enum ReadOutcome {
     },
 }
 
-/// Told how a read ended. Runs on an I/O thread: it may checksum, it must not wait.
+/// Told how a read ended. Runs on an I/O thread, in no order, beside others: it may checksum, it must
+/// not wait.
 pub type Done = Box<dyn FnOnce(std::io::Result<ReadOutcome>) + Send>;
 
 /// Blocking work for a few threads of its own.
@@ -111,6 +113,8 @@ pub enum EngineChoice {
 pub struct EngineOptions {
     /// Threads of the `pread` engine.
     pub pread_threads: usize,
+    /// Threads of the ring that call `done`; each takes a checksum at more than 10 GB/s.
+    pub done_threads: usize,
     /// Threads for [`Engine::run`].
     pub job_threads: usize,
     /// Bytes that the ring has in flight at most.
@@ -125,6 +129,7 @@ impl Default for EngineOptions {
     fn default() -> Self {
         Self {
             pread_threads: 16,
+            done_threads: 2,
             job_threads: 4,
             bytes_in_flight: 64 << 20,
             piece_bytes: 1 << 20,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::jobs::Jobs;
 use super::queue::Queue;
-use super::request::Piece;
+use super::request::{Piece, Progress};
 use super::{Engine, EngineKind, EngineOptions, Job, ReadRequest};
 use crate::sys;
 use crate::{Error, Result};
@@ -58,8 +58,9 @@ pub(super) fn read(mut piece: Piece) {
         let result =
             unsafe { sys::file::pread_at(piece.file(), next.address, next.bytes, next.offset) };
         match piece.completed(result) {
-            Some(unfinished) => piece = unfinished,
-            None => return,
+            Progress::Unfinished(unfinished) => piece = unfinished,
+            Progress::Ended => return,
+            Progress::Last(ending) => return ending.tell(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One read request, cut into pieces, and what becomes of each piece's result.
 //!
 //! A [`Piece`] is owned by one I/O thread at a time. Pieces of a request meet in its [`Transfer`], and
-//! the one that ends last calls `done`.
+//! the one that ends last gives the [`Ending`], with which `done` is called.
 
 use std::alloc::{self, Layout};
 use std::io;
@@ -61,6 +61,22 @@ pub(super) struct Read {
     pub(super) offset: u64,
 }
 
+/// What a system call's result made of a piece.
+pub(super) enum Progress {
+    /// It needs another call.
+    Unfinished(Piece),
+    /// It has ended.
+    Ended,
+    /// It has ended as the last one of its request.
+    Last(Ending),
+}
+
+/// How a request ended, of which its submitter is still to be told.
+pub(super) struct Ending {
+    done: Done,
+    result: io::Result<ReadOutcome>,
+}
+
 enum End {
     Full,
     FileEnded,
@@ -94,8 +110,10 @@ impl Piece {
             }
         }
         transfer.left.store(pieces.len(), Ordering::Release);
-        if pieces.is_empty() {
-            transfer.conclude();
+        if pieces.is_empty()
+            && let Some(ending) = transfer.conclude()
+        {
+            ending.tell();
         }
         pieces
     }
@@ -137,11 +155,11 @@ impl Piece {
         }
     }
 
-    /// Takes a system call's result. `Some`: the piece needs another one.
-    pub(super) fn completed(mut self, result: io::Result<u32>) -> Option<Self> {
+    /// Takes a system call's result.
+    pub(super) fn completed(mut self, result: io::Result<u32>) -> Progress {
         match result {
             Ok(0) => self.end(End::FileEnded),
-            Ok(read) => return self.advance(read),
+            Ok(read) => self.advance(read),
             Err(error) => {
                 let again = match error.kind() {
                     io::ErrorKind::Interrupted => true,
@@ -153,23 +171,21 @@ impl Piece {
                 };
                 self.fruitless += 1;
                 if again && self.fruitless < FRUITLESS_TRIES {
-                    return Some(self);
+                    return Progress::Unfinished(self);
                 }
-                self.end(End::Failed(error));
+                self.end(End::Failed(error))
             }
         }
-        None
     }
 
-    fn advance(mut self, read: u32) -> Option<Self> {
+    fn advance(mut self, read: u32) -> Progress {
         self.read += read;
         if self.read >= self.lead() + self.bytes {
-            self.end(End::Full);
-            return None;
+            return self.end(End::Full);
         }
         let rest = u64::from(self.read) % BLOCK_BYTES;
         if !self.transfer.direct || rest == 0 {
-            return Some(self);
+            return Progress::Unfinished(self);
         }
         // Direct reads can't go on inside a block. Mostly the file ends here, which its length
         // proves; else the block is read again.
@@ -178,26 +194,27 @@ impl Piece {
             Ok(_) if self.fruitless < FRUITLESS_TRIES => {
                 self.fruitless += 1;
                 self.read -= u32::try_from(rest).unwrap_or(0);
-                return Some(self);
+                Progress::Unfinished(self)
             }
             Ok(_) => {
-                self.end(End::Failed(io::Error::other("a direct read kept ending in a block")));
+                self.end(End::Failed(io::Error::other("a direct read kept ending in a block")))
             }
             Err(error) => self.end(End::Failed(io::Error::other(error))),
         }
-        None
     }
 
     /// Ends it unread: with `error`, or without a word because its request failed already.
     pub(super) fn refuse(self, error: Option<io::Error>) {
-        self.end(error.map_or(End::Full, End::Failed));
+        if let Progress::Last(ending) = self.end(error.map_or(End::Full, End::Failed)) {
+            ending.tell();
+        }
     }
 
     fn lead(&self) -> u32 {
         self.bounce.as_ref().map_or(0, |bounce| bounce.lead)
     }
 
-    fn end(self, end: End) {
+    fn end(self, end: End) -> Progress {
         let got = self.read.saturating_sub(self.lead()).min(self.bytes);
         if let Some(bounce) = &self.bounce {
             // SAFETY: `got` bytes after the lead were read into the bounce buffer, the submitter
@@ -217,20 +234,31 @@ impl Piece {
                 transfer.failed.store(true, Ordering::Release);
             }
         }
-        if transfer.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            transfer.conclude();
+        if transfer.left.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(ending) = transfer.conclude()
+        {
+            return Progress::Last(ending);
         }
+        Progress::Ended
     }
 }
 
 impl Transfer {
-    fn conclude(&self) {
-        let Some(done) = locked(&self.done).take() else { return };
+    fn conclude(&self) -> Option<Ending> {
+        let done = locked(&self.done).take()?;
         let result = match (locked(&self.error).take(), self.ended_at.load(Ordering::Acquire)) {
             (Some(error), _) => Err(error),
             (None, u64::MAX) => Ok(ReadOutcome::Complete),
             (None, read) => Ok(ReadOutcome::Short { read }),
         };
+        Some(Ending { done, result })
+    }
+}
+
+impl Ending {
+    /// Tells the submitter, who may take a checksum now.
+    pub(super) fn tell(self) {
+        let Self { done, result } = self;
         if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
             log::error!("a read's completion panicked; the I/O thread goes on");
         }

@@ -213,17 +213,24 @@ fn a_failed_read_is_an_error_told_once() {
 #[test]
 fn reads_are_served_in_the_order_they_came() {
     // One piece at a time, and the first completion holds the only I/O thread until all are queued.
-    let options =
-        EngineOptions { pread_threads: 1, bytes_in_flight: 1, ..EngineOptions::default() };
+    let options = EngineOptions {
+        pread_threads: 1,
+        done_threads: 1,
+        bytes_in_flight: 1,
+        ..EngineOptions::default()
+    };
     both(&options, |bench| {
         let file = bench.file("object", &pattern(8192));
         let (start, started) = mpsc::channel::<()>();
         let (sender, receiver) = mpsc::channel();
+        let (held, holding) = mpsc::channel();
         let hold = move |_| {
+            held.send(()).ok();
             started.recv_timeout(PATIENCE).ok();
         };
         let segment = |index: u64| vec![bench.segment(index * 8192, 8192)];
         bench.opened.engine.submit(bench.request(&file, 0, segment(0), hold)).unwrap();
+        holding.recv_timeout(PATIENCE).unwrap();
         for index in 1..=6 {
             let sender = sender.clone();
             let done = move |_| sender.send(index).unwrap();

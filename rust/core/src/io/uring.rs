@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use super::finish::Finisher;
 use super::jobs::Jobs;
 use super::probe::Probe;
 use super::queue::{IDLE, Queue};
-use super::request::Piece;
+use super::request::{Piece, Progress};
 use super::ring::{Completion, DEPTH, Ring};
 use super::{Engine, EngineKind, EngineOptions, Job, ReadRequest, Segment, locked, pread};
 use crate::sys::event::Event;
@@ -67,9 +68,10 @@ impl Uring {
         let file = probe.file.try_clone().map_err(|e| Error::io("copying a descriptor", e))?;
         let target = Segment { address: probe.address(), bytes: super::BLOCK_BYTES };
         let of_thread = Arc::clone(&shared);
+        let finisher = Finisher::start(options.done_threads, &shared.queue)?;
         std::thread::Builder::new()
             .name("lakecache-ring".into())
-            .spawn(move || serve(&of_thread, life, file, target, &answer))
+            .spawn(move || serve(&of_thread, finisher, (life, file), target, &answer))
             .map_err(|error| Error::io("starting a thread for the ring", error))?;
         let Ok(result) = started.recv_timeout(START) else {
             shared.queue.close();
@@ -145,8 +147,8 @@ impl Drop for Uring {
 /// The ring's thread.
 fn serve(
     shared: &Shared,
-    life: OwnedFd,
-    file: OwnedFd,
+    finisher: Finisher,
+    (life, file): (OwnedFd, OwnedFd),
     target: Segment,
     answer: &mpsc::SyncSender<Result<u32>>,
 ) {
@@ -172,7 +174,8 @@ fn serve(
         }
     };
     let in_child = fork::close_in_child(ring.as_fd());
-    let mut server = Server { shared, retry: VecDeque::new(), bytes: 0, slots: Slots::new() };
+    let (retry, slots) = (VecDeque::new(), Slots::new());
+    let mut server = Server { shared, finisher, retry, bytes: 0, slots };
     if let Err(error) = server.run(&mut ring) {
         server.survive(&mut ring, &error);
     }
@@ -194,6 +197,7 @@ fn make(life: OwnedFd) -> Result<Ring> {
 /// The state of the ring's thread.
 struct Server<'a> {
     shared: &'a Shared,
+    finisher: Finisher,
     /// Pieces that need another system call, before all others.
     retry: VecDeque<Piece>,
     bytes: u64,
@@ -294,8 +298,17 @@ impl Server<'_> {
                     };
                     self.bytes -= piece.bytes();
                     match piece.completed(result) {
-                        Some(unfinished) => self.retry.push_back(unfinished),
-                        None => self.shared.queue.ended_one(),
+                        Progress::Unfinished(piece) => self.retry.push_back(piece),
+                        Progress::Ended => self.shared.queue.ended_one(),
+                        Progress::Last(ending) => {
+                            self.shared.queue.ended_one();
+                            // With nothing else to read, this thread does it sooner.
+                            if self.shared.queue.depth() == 0 && self.finisher.is_idle() {
+                                ending.tell();
+                            } else {
+                                self.finisher.push(ending);
+                            }
+                        }
                     }
                 }
             }

@@ -327,15 +327,15 @@ impl Opener<'_> {
             return Ok(());
         }
         sys::file::set_len(file.as_fd(), self.geometry.file_bytes)?;
-        self.allocate_metadata(file)?;
         let mapping = Mapping::of(file.as_fd(), self.geometry.data_offset)?;
+        self.allocate_metadata(file, &mapping)?;
         initialise(&mapping, &self.geometry, &self.id, self.place.cache_dir.as_deref())
     }
 
     /// Until the metadata has memory of its own, touching it could be the process's end (SIGBUS).
-    fn allocate_metadata(&self, file: &File) -> Result<()> {
+    fn allocate_metadata(&self, file: &File, mapping: &Mapping) -> Result<()> {
         loop {
-            let result = sys::file::allocate(file.as_fd(), 0, self.geometry.data_offset);
+            let result = mapping.allocate(file.as_fd(), 0, self.geometry.data_offset);
             match result {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
                     if sweep::remove_idle(&self.place.ram_dir) == 0 {
@@ -506,8 +506,8 @@ fn open_private(options: &PoolOptions) -> Result<Arc<Pool>> {
     let (life, ctl) = private_locks(options, &id)?;
     let file = File::from(sys::file::memfd("lakecache-pool")?);
     sys::file::set_len(file.as_fd(), geometry.file_bytes)?;
-    sys::file::allocate(file.as_fd(), 0, geometry.data_offset)?;
     let mapping = Arc::new(Mapping::of(file.as_fd(), geometry.file_bytes)?);
+    mapping.allocate(file.as_fd(), 0, geometry.data_offset)?;
     initialise(&mapping, &geometry, &id, options.cache_dir.as_deref())?;
     let Some(member) = members::join(&mapping, &life, options.disk_capacity_bytes)? else {
         return Err(Error::new(ErrorKind::NoSpace, "a new pool has no free member number"));

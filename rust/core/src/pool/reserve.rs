@@ -173,15 +173,11 @@ impl Core {
         if let Some(reason) = lacking {
             return Ok(self.put_off(reason));
         }
-        match sys::file::allocate(self.files.file.as_fd(), offset, bytes) {
+        match self.mapping.allocate(self.files.file.as_fd(), offset, bytes) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 return Ok(self.put_off(error.to_string()));
             }
             result => result?,
-        }
-        // Page tables only: without it, the first access to each page takes a fault.
-        if let Err(error) = self.mapping.populate(offset, bytes) {
-            log::debug!("piece {piece} was not populated: {error}");
         }
         self.piece_word(piece).store(1, Ordering::Release);
         self.reserver.put_off.store(false, Ordering::Relaxed);

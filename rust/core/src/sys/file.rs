@@ -125,6 +125,15 @@ pub fn allocate(file: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<()> {
     .map_err(|error| Error::io(format!("reserving {bytes} bytes at {offset}"), error))
 }
 
+/// Gives the space of a range back; the file's length stays.
+pub fn punch(file: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<()> {
+    rustix::io::retry_on_intr(|| {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(file, flags, offset, bytes)
+    })
+    .map_err(|error| Error::io(format!("giving {bytes} bytes at {offset} back"), error))
+}
+
 /// A file without a name in `dir`, for [`link_fd`] to name; `None` where the file system has none.
 pub fn unnamed_in(dir: &Path, direct: bool) -> Result<Option<OwnedFd>> {
     check_make(direct).map_err(|error| failed("making a file in", dir, error))?;

@@ -6,7 +6,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use super::file;
 use crate::{Error, ErrorKind, Result};
+
+/// The size of a huge page, and the alignment of mappings: only there can one lie.
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// Huge pages that the kernel may refuse before a range does without: it looks for memory each time.
+const REFUSALS_MAX: u32 = 4;
 
 /// A file mapped readable and writable, shared with every process that maps it.
 #[derive(Debug)]
@@ -27,12 +34,34 @@ impl Mapping {
         let length = usize::try_from(bytes).ok().filter(|length| *length > 0).ok_or_else(|| {
             Error::new(ErrorKind::Config, format!("a file of {bytes} bytes can't be mapped"))
         })?;
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let huge = usize::try_from(HUGE_PAGE_BYTES).expect("a small number");
+        let failed = |error| Error::io(format!("mapping {bytes} bytes of the pool"), error);
+        let nothing = ProtFlags::empty();
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
-        let base = unsafe {
-            rustix::mm::mmap(ptr::null_mut(), length, protection, MapFlags::SHARED, file, 0)
+        let room = unsafe {
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            rustix::mm::mmap_anonymous(ptr::null_mut(), length + huge, nothing, flags)
         }
-        .map_err(|error| Error::io(format!("mapping {bytes} bytes of the pool"), error))?;
+        .map_err(failed)?;
+        let lead = room.cast::<u8>().align_offset(huge);
+        let base = room.wrapping_byte_add(lead);
+        // SAFETY: within the room made above, whose other ends are given back.
+        let mapped = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            rustix::mm::mmap(base, length, protection, flags, file, 0)
+        };
+        let end = base.wrapping_byte_add(length.next_multiple_of(4096));
+        let rest = (room as usize + length + huge).next_multiple_of(4096) - end as usize;
+        let unused = match mapped {
+            Ok(_) => [(room, lead), (end, rest)],
+            Err(_) => [(room, length + huge), (end, 0)],
+        };
+        for (start, bytes) in unused.into_iter().filter(|(_, bytes)| *bytes > 0) {
+            // SAFETY: a part of the room that nobody uses.
+            unsafe { rustix::mm::munmap(start, bytes) }.map_err(failed)?;
+        }
+        let base = mapped.map_err(failed)?;
         let base = NonNull::new(base.cast())
             .ok_or_else(|| Error::new(ErrorKind::Io, "the pool was mapped at address 0"))?;
         Ok(Self { base, bytes })
@@ -63,6 +92,47 @@ impl Mapping {
         let offset = usize::try_from(offset).expect("an offset within a mapping");
         // SAFETY: within the mapping, by the assertion.
         unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Takes the space of a range of `file`, which is mapped here, and brings it in: in huge pages as
+    /// far as the kernel has them, whatever its settings for shared memory. A disk then reads a
+    /// MiB to one place instead of 256, which may double its speed.
+    ///
+    /// # Errors
+    /// As [`file::allocate`]; the range, which nobody may use yet, then has no space at all.
+    pub fn allocate(&self, file: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<()> {
+        let collapsed = self.make_huge(file, offset, bytes);
+        if let Err(error) = file::allocate(file, offset, bytes) {
+            if collapsed {
+                file::punch(file, offset, bytes)?;
+            }
+            return Err(error);
+        }
+        // Page tables only: without it, the first access to each page takes a fault.
+        if let Err(error) = self.populate(offset, bytes) {
+            log::debug!("{bytes} bytes at {offset} were not populated: {error}");
+        }
+        Ok(())
+    }
+
+    /// Backs a range with huge pages where it can; whether it took any space.
+    fn make_huge(&self, file: BorrowedFd<'_>, offset: u64, bytes: u64) -> bool {
+        let (mut refusals, mut at) = (0, offset.next_multiple_of(HUGE_PAGE_BYTES));
+        let (first, end) = (at, offset + bytes);
+        while at + HUGE_PAGE_BYTES <= end && refusals < REFUSALS_MAX {
+            // The kernel collapses a range only if there is something in it.
+            if file::allocate(file, at, 4096).is_err() {
+                break;
+            }
+            let start = self.at(at, HUGE_PAGE_BYTES).cast();
+            let length = usize::try_from(HUGE_PAGE_BYTES).expect("a small number");
+            // SAFETY: the range is mapped; collapsing changes no byte.
+            if unsafe { libc::madvise(start, length, libc::MADV_COLLAPSE) } != 0 {
+                refusals += 1;
+            }
+            at += HUGE_PAGE_BYTES;
+        }
+        at > first
     }
 
     /// Brings the pages of a range in for writing. Space must have been allocated before.
@@ -118,6 +188,21 @@ mod tests {
         unsafe { one.at(5000, 1).write(7) };
         // SAFETY: as above.
         assert_eq!(unsafe { two.at(5000, 1).read() }, 7);
+    }
+
+    #[test]
+    fn allocated_ranges_keep_what_they_hold_and_begin_where_a_huge_page_can() {
+        let bytes = 2 * HUGE_PAGE_BYTES + 8192;
+        let memory = file::memfd("test").unwrap();
+        file::set_len(memory.as_fd(), bytes).unwrap();
+        let mapping = Mapping::of(memory.as_fd(), bytes).unwrap();
+        assert!((mapping.base().as_ptr() as u64).is_multiple_of(HUGE_PAGE_BYTES));
+        file::pwrite_all(&memory, &[7; 10_000], HUGE_PAGE_BYTES - 5000).unwrap();
+        mapping.allocate(memory.as_fd(), 4096, bytes - 4096).unwrap();
+        for (at, value) in [(5001, 0), (5000, 7), (0, 7)] {
+            // SAFETY: within the mapping; no other thread touches it.
+            assert_eq!(unsafe { mapping.at(HUGE_PAGE_BYTES - at, 1).read() }, value);
+        }
     }
 
     #[test]
