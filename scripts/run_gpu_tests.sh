@@ -12,5 +12,5 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
     shift
 fi
 export PYTHONPATH="$PWD/python:$PWD/scripts:$PWD/tests:$PWD/tests/gpu:$PWD/benches${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m pytest tests -m gpu -p no:cacheprovider --continue-on-collection-errors \
+exec "${PYTHON:-python3}" -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors \
     --durations=15 "$@"
