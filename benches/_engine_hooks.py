@@ -293,6 +293,17 @@ class Extension:
             name: value for name, value in dict(stats).items() if isinstance(value, int | float)
         }
 
+    def bench_clear_memory(self) -> int:
+        """Empty the memory tier, so that only files are left (LakeCache)."""
+        cache = _find(schedulers[-1].connector, _is_cache)
+        return 0 if cache is None else int(cache.clear_memory())
+
+    def bench_events(self) -> list[dict[str, Any]]:
+        """What the store has done since the last call (LakeCache)."""
+        cache = _find(schedulers[-1].connector, _is_cache)
+        events = [] if cache is None else cache.events()
+        return [{name: event[name] for name in ("tier", "op", "bytes")} for event in events]
+
     def bench_burn(self, seconds: float) -> None:
         """Keep the GPU busy, so that what follows finds its clocks up."""
         import torch

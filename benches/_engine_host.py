@@ -25,6 +25,8 @@ from typing import Any
 BURN_SECONDS = 0.1
 SETTLE_SECONDS = 60.0
 STABLE_SECONDS = 0.1
+# Operations of LakeCache's store that bring something back.
+LOADING = ("hit", "read", "promote")
 
 
 def tokens_of(seed: int, length: int, vocabulary: int, shared: int = 0, family: int = 0) -> list:
@@ -211,6 +213,19 @@ class EngineHost:
             gc.enable()
         return seen
 
+    def phase(
+        self, seed: int, length: int, cell: str, max_tokens: int, logprobs: int
+    ) -> dict[str, Any]:
+        """Answer a prompt from where `cell` says, and tell what the store did for it."""
+        self._prepare(cell, flush=True, burn=0.0)
+        self._call("bench_events")
+        before = self._call("bench_cache_stats")
+        answer = self.ask(tokens_of(seed, length, self.vocabulary), max_tokens, logprobs)
+        answer["core"] = _difference(self._call("bench_cache_stats"), before)
+        answer["events"] = [event for event in self._call("bench_events") if event["op"] in LOADING]
+        self.settle()
+        return answer
+
     def chat_turn(self, seed: int, length: int, whole: int, flush: bool = True) -> dict[str, Any]:
         """Ask with the first `length` tokens of a prompt of `whole` tokens, and let it settle."""
         seen = self.ask(tokens_of(seed, whole, self.vocabulary)[:length])
@@ -222,7 +237,9 @@ class EngineHost:
         # Arms that share an engine share the GPU's prefix cache too.
         if cell != "gpu_hit":
             self.reset()
-        if cell == "disk_hit":
+        if cell == "cold_tier":
+            self._call("bench_clear_memory")
+        if cell in {"disk_hit", "cold_tier"}:
             for folder in self.spec.get("dropped", {}).get(self.active or "", ()):
                 drop_page_cache(folder)
         self._call("bench_burn", burn)

@@ -383,7 +383,7 @@ class Host:
         line, _, self._buffer = self._buffer.partition(b"\n")
         said = json.loads(line)
         if "error" in said:
-            raise EngineError(self, said["error"])
+            raise EngineError(self, said["error"], usable=True)
         return said["ok"]
 
     def stop(self) -> None:
@@ -414,9 +414,13 @@ class Host:
 
 
 class EngineError(RuntimeError):
-    """An engine failed; the end of its log is part of the message."""
+    """An engine failed; the end of its log is part of the message.
 
-    def __init__(self, host: Host, what: str) -> None:
+    `usable` says whether it was one command that failed, and the engine takes the next.
+    """
+
+    def __init__(self, host: Host, what: str, *, usable: bool = False) -> None:
+        self.usable = usable
         lines = host.log.read_text(errors="replace").splitlines() if host.log.exists() else []
         telling = [line for line in lines if "Error" in line or "error" in line][-8:]
         tail = "\n".join([*telling, "...", *lines[-25:]])
@@ -595,6 +599,18 @@ def summary(samples: Sequence[float]) -> str:
     if not samples:
         return "-"
     return f"{median(samples):.2f} [{min(samples):.2f}-{max(samples):.2f}]"
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of two answers' log-probabilities; infinite where their tokens differ."""
+    if one["tokens"] != other["tokens"]:
+        return math.inf
+    return max(
+        abs(a[token] - b[token])
+        for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
+        for token in a
+        if token in b
+    )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

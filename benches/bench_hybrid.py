@@ -1,35 +1,66 @@
-"""Hybrid models (Gated DeltaNet): time to first token, bytes stored, chats restorable.
+"""Hybrid models (Gated DeltaNet): tiers, time to first token, bytes stored, chats restorable.
 
     bench_hybrid.py --output hybrid.json                     the shape of Qwen3.5-35B-A3B
-    bench_hybrid.py --parts ttft --arms none,lakecache ...   parts of it
+    bench_hybrid.py --parts phases --unit 0 ...              parts of it
 
-One engine holds all arms, and the connector is switched between measurements: the 35B shape fills
-a GPU, and starting it takes most of a minute. Parts:
+One engine serves all parts, and its connector is switched between measurements: the 35B shape
+fills a GPU, and starting it takes a minute or more. Parts, in the order in which they are named:
 
-ttft      prompts of 512, 1.1K, 8K and 32K tokens in the cells cold, gpu_hit, warm (memory hit),
-          rewarm (once more); then, restarted without pool and page cache, disk_hit
+phases    each prompt alone: computed and hit by vLLM itself; then restored from memory (warm),
+          from disk with the memory tier emptied (cold_tier), and from memory again (rewarm)
 bytes     what ten 8K prompts that share 6K tokens leave on disk, per prompt
 capacity  50 chats of 4 turns through a small memory tier: how many tokens of them are restored
-          when each chat goes on, per GiB
+          while they go on, and how many can be restored in the end, per GiB
+ttft      all arms prompt by prompt: cold, gpu_hit, warm, cold_tier (LakeCache), rewarm
+
+What fails is noted in the record with its traceback, and the rest goes on, with another engine
+where the first is gone. `--seconds` ends the repeats of ttft, which come last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
-import shutil
+import itertools
+import random
 import sys
+import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import _engines as engines
-from _engines import GIB, Host, Workplace, median, progress
+from _engines import GIB, EngineError, Host, Workplace, median, progress
+
+sys.path.insert(0, str(engines.ROOT / "examples"))
+
+from serving import source_of
 
 LENGTHS = (512, 1100, 8192, 32768)
 WARM_SEED = 900_000
+PHASE_SEED = 400_000
+SHARED_SEED = 300_000
+CHAT_SEED = 700_000
 KV_GIB = {"qwen3.5-35b-a3b": 40.0, "qwen3.5-tiny": 0.125}
-CELLS = ("cold", "gpu_hit", "memory_hit", "recompute")
-STORING = ("offloading", "tiering", "lakecache")
-TURN_TOKENS = (1600, 500, 700, 600)
+# Each with what it is measured with: LakeCache where a tier has to answer, though computing may be
+# faster, and both memory tiers as small as each other, LakeCache's without a disk.
+PHASES_ARM = "lakecache-always"
+CAPACITY_ARMS = {"offloading": "offloading-small", "lakecache": "lakecache-small"}
+STORED_CELLS = {
+    "none": (),
+    "offloading": ("warm", "rewarm"),
+    "tiering": ("warm", "rewarm"),
+    "lakecache": ("warm", "cold_tier", "rewarm"),
+}
+RIVALS = ("offloading", "tiering")
+CELLS = ("cold", "gpu_hit", "warm", "cold_tier", "rewarm")
+# Where each phase must find the checkpoint.
+SOURCES = {"warm": "memory", "cold_tier": "disk", "rewarm": "memory"}
+
+
+class StartError(RuntimeError):
+    """No engine started, nor would the next."""
 
 
 class Run:
@@ -40,98 +71,267 @@ class Run:
         self.place = Workplace(options.output, options.scratch)
         self.arms = engines.split(options.arms)
         self.lengths = engines.split(options.lengths, int)
-        self.result: dict[str, Any] = {"model": model, "samples": [], "starts": {}}
+        self.parts = engines.split(options.parts)
+        self.result: dict[str, Any] = {
+            "model": model, "unit": options.unit, "samples": [], "starts": {}, "errors": []
+        }  # fmt: skip
         record["models"][model] = self.result
         options.kv_gib = options.kv_gib or KV_GIB[model]
+        self.until = time.monotonic() + options.seconds
+        self.running: Host | None = None
+        self.starts_left = 2
 
-    def host(self, arms: list[str], name: str, **how: Any) -> Host:
-        """Start one engine for some arms."""
-        engine: dict[str, Any] = {}
+    # The engine
+
+    def connectors(self) -> dict[str, dict[str, Any] | None]:
+        """Every arm that the parts need, with its configuration (None: the usual one)."""
+        wanted: dict[str, dict[str, Any] | None] = {"none": None}
+        if {"ttft", "bytes"} & set(self.parts):
+            wanted |= dict.fromkeys(self.arms)
+        small = copy.copy(self.options)
+        small.cpu_gib = self.options.small_gib
+        if "phases" in self.parts:
+            wanted[PHASES_ARM] = engines.transfer_config(PHASES_ARM, self.place, small)
+        if "capacity" in self.parts:
+            for arm in self.capacity_arms():
+                wanted[CAPACITY_ARMS[arm]] = self.capacity_config(arm, small)
+        return wanted
+
+    def capacity_arms(self) -> list[str]:
+        """The arms whose memory tiers are compared."""
+        return [arm for arm in self.arms if arm in CAPACITY_ARMS]
+
+    def capacity_config(self, arm: str, small: argparse.Namespace) -> dict[str, Any]:
+        """A small memory tier; LakeCache's alone, as OffloadingConnector has no disk."""
+        config = engines.transfer_config(arm, self.place, small)
+        assert config is not None
+        if arm == "offloading":
+            return config
+        extra = dict(config["kv_connector_extra_config"])
+        del extra["cache_dir"], extra["disk_capacity_bytes"]
+        extra |= {"ram_dir": str(self.place.ram / "small"), "load_policy": "always"}
+        return config | {"kv_connector_extra_config": extra}
+
+    def host(self) -> Host:
+        """The engine, started where there is none."""
+        if self.running is not None:
+            return self.running
+        engine: dict[str, Any] = {"max_logprobs": self.options.logprobs}
         if self.options.unit:
             engine["prefix_match_unit"] = self.options.unit
         if self.options.device == "cuda":
             engine["additional_config"] = {"gdn_prefill_backend": "triton"}
-        host = Host(arms, self.model, self.place, self.options, self.lengths, engine=engine,
-                    name=f"{self.model}-{name}", **how)  # fmt: skip
-        host.spawn().wait()
-        progress(f"{host.name}: ready after {host.ready_s:.1f} s")
-        self.result["starts"][host.name] = host.started | {"ready_s": host.ready_s}
-        self.place.save(self.record)
+        wanted = self.connectors()
+        configs = {arm: config for arm, config in wanted.items() if config is not None}
+        host = Host(list(wanted), self.model, self.place, self.options, self.lengths,
+                    engine=engine, configs=configs,
+                    name=f"{self.model}-{len(self.result['starts'])}")  # fmt: skip
+        progress(f"{host.name}: starts with {', '.join(wanted)}")
+        self.result["starts"][host.name] = {"arms": list(wanted)}
+        try:
+            host.spawn().wait()
+        except EngineError as error:
+            host.kill()
+            self.starts_left -= 1
+            if not self.starts_left:
+                raise StartError(host.name) from error
+            self.note_error(f"start of {host.name}")
+            # A rival's memory may be what it failed for.
+            self.arms = [arm for arm in self.arms if arm not in RIVALS]
+            return self.host()
+        self.running = host
+        progress(f"{host.name}: ready after {host.ready_s:.1f} s: {host.started}")
+        self.result["starts"][host.name] |= host.started | {"ready_s": host.ready_s}
+        self.save()
         return host
 
-    def stop(self, host: Host, arms: list[str]) -> None:
+    def save(self) -> None:
+        """Write the record."""
+        self.place.save(self.record)
+
+    def note_error(self, what: str) -> None:
+        """Keep the traceback of what failed."""
+        text = traceback.format_exc()
+        self.result["errors"].append({"what": what, "traceback": text})
+        self.save()
+        progress(f"!! {what} FAILED\n{text}")
+
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Go on where one command failed and the engine takes the next."""
+        try:
+            yield
+        except EngineError as error:
+            if not error.usable:
+                raise
+            self.note_error(what)
+
+    def measure(self) -> None:
+        """The parts asked for, one after the other."""
+        try:
+            for part in self.parts:
+                started = time.monotonic()
+                try:
+                    getattr(self, part)()
+                except StartError:
+                    self.note_error(part)
+                    return
+                except Exception as error:
+                    self.note_error(part)
+                    if not (isinstance(error, EngineError) and error.usable) and self.running:
+                        self.running.kill()
+                        self.running = None
+                spent = time.monotonic() - started
+                self.result.setdefault("part_s", {})[part] = spent
+                self.save()
+                progress(f"{part}: {spent:.1f} s")
+            self.stop()
+        finally:
+            self.save()
+            engines.stop_all()
+            engines.keep_logs(self.place, self.options.keep_logs)
+            self.place.remove()
+
+    def stop(self) -> None:
         """Note what LakeCache counted, and end the engine."""
-        if "lakecache" in arms:
-            host.activate("lakecache")
-            self.result.setdefault("counters", {})[host.name] = host.call("counters")
+        host, self.running = self.running, None
+        if host is None:
+            return
+        try:
+            for arm in host.arms:
+                if "lakecache" in arm:
+                    host.activate(arm)
+                    counters = self.result.setdefault("counters", {})
+                    counters[arm] = host.call("counters")
+        except EngineError:
+            self.note_error("counters")
         host.stop()
+
+    # Phases
+
+    def phases(self) -> None:
+        """Have every tier answer, and compare with vLLM's own hit at the same position."""
+        self.result["phases"] = []
+        for length in self.lengths:
+            with self.guarded(f"phases at {length} tokens"):
+                self.phases_of(length)
+
+    def phases_of(self, length: int) -> None:
+        """All phases of one prompt."""
+        host, options = self.host(), self.options
+        native: dict[str, Any] = {}
+        for arm, cell in (
+            ("none", "cold"), ("none", "gpu_hit"),
+            (PHASES_ARM, "cold"), *((PHASES_ARM, phase) for phase in SOURCES),
+        ):  # fmt: skip
+            host.activate(arm)
+            seen = host.call(
+                "phase", seed=PHASE_SEED, length=length, cell=cell,
+                max_tokens=options.answer_tokens, logprobs=options.logprobs,
+            )  # fmt: skip
+            native = native or {"cold": seen}
+            if (arm, cell) == ("none", "gpu_hit"):
+                native["gpu_hit"] = seen
+            core = seen["core"]
+            row = {
+                "length": length, "arm": arm, "phase": cell, "ms": seen["ms"],
+                "tokens": seen["tokens"], "cached": seen["cached"],
+                "external": int(seen["counts"].get("external_prefix_cache_hits", 0)),
+                "source": source_of(
+                    {name: core.get(name, 0) for name in ("memory_hits", "disk_payload_reads")}
+                ),
+                "disk_payload_reads": core.get("disk_payload_reads", 0),
+                "promotions": core.get("promotions", 0),
+                "events": seen["events"],
+                "tokens_equal_cold": seen["tokens"] == native["cold"]["tokens"],
+            }  # fmt: skip
+            if hit := native.get("gpu_hit"):
+                row["same_position"] = seen["cached"] == hit["cached"]
+                row["tokens_equal_hit"] = seen["tokens"] == hit["tokens"]
+                row["logprob_difference"] = engines.difference(seen, hit)
+                row["noise"] = engines.difference(native["cold"], hit)
+            row["as_promised"] = self.good(row, native.get("gpu_hit"))
+            self.result["phases"].append(row)
+            self.save()
+            progress(f"phases: {self.phase_line(row)}")
+
+    @staticmethod
+    def good(row: dict[str, Any], hit: dict[str, Any] | None) -> bool:
+        """Whether a phase found what it must, and answered as vLLM's own hit.
+
+        Where vLLM itself has no checkpoint, the prompt is computed in every phase.
+        """
+        tier = SOURCES.get(row["phase"])
+        if row["arm"] == "none" or tier is None or hit is None:
+            return row["external"] == 0
+        reads, promotions = row["disk_payload_reads"], row["promotions"]
+        if hit["cached"] == 0:
+            found = row["external"] == row["cached"] == 0
+            tier = "computed"
+        else:
+            found = row["same_position"] and row["external"] == row["cached"]
+        moved = reads == promotions > 0 if tier == "disk" else reads == promotions == 0
+        return found and moved and row["source"] == tier and row["tokens_equal_hit"]
+
+    @staticmethod
+    def phase_line(row: dict[str, Any]) -> str:
+        """One phase in words."""
+        said = (
+            f"{row['length']:6} {row['arm']:16} {row['phase']:9} {row['source']:8} "
+            f"external {row['external']:6} of cached {row['cached']:6}, "
+            f"{row['disk_payload_reads']} reads, {row['promotions']} promotions, "
+            f"{row['ms']:.1f} ms, as cold {row['tokens_equal_cold']}"
+        )
+        if "tokens_equal_hit" in row:
+            said += (
+                f", as native hit {row['tokens_equal_hit']}, "
+                f"log-probabilities {row['logprob_difference']:.2g}"
+            )
+        return said + ("" if row["as_promised"] else "  NOT as promised")
 
     # Time to first token
 
-    def turn(
-        self, host: Host, arm: str, length: int, seed: int, cells: list[str], **how: Any
-    ) -> None:
-        """Measure one prompt; cells of one name are told apart by their number."""
+    def turn(self, arm: str, length: int, seed: int, cells: list[str]) -> None:
+        """Measure one prompt in some cells."""
+        host = self.host()
         host.activate(arm)
         for cell in cells:
-            engine_cell = "memory_hit" if cell in {"warm", "rewarm"} else cell
-            seen = host.call("turn", seed=seed, length=length, cells=[engine_cell], **how)
+            seen = host.call("turn", seed=seed, length=length, cells=[cell])
             self.result["samples"].append(
-                {"arm": arm, "length": length, "cell": cell, "seed": seed, **seen[engine_cell]}
+                {"arm": arm, "length": length, "cell": cell, "seed": seed, **seen[cell]}
             )
+        self.save()
 
     def ttft(self) -> None:
-        """Cells up to the second memory hit, then the restart."""
-        host = self.host(self.arms, "first")
-        size = GIB if self.options.device == "cuda" else GIB >> 6
-        self.result["link_gb_s"] = host.call("link", nbytes=size)
-        size = int(self.options.disk_probe_gib * GIB)
+        """All cells of all arms, as often as there is time for."""
+        host, options = self.host(), self.options
+        size = GIB if options.device == "cuda" else GIB >> 6
+        with self.guarded("link"):
+            self.result["link_gb_s"] = host.call("link", nbytes=size)
+        size = int(options.disk_probe_gib * GIB)
         self.result["disk_gb_s"] = engines.disk_bandwidth(self.place.scratch, size)
-        for arm in self.arms:
+        for length in self.lengths:
+            for arm in self.arms:
+                with self.guarded(f"warming up {arm} at {length} tokens"):
+                    host.activate(arm)
+                    cells = ["cold", "gpu_hit", *STORED_CELLS[arm][:1]]
+                    host.call("turn", seed=WARM_SEED + length, length=length, cells=cells)
+        for repeat in range(options.reps):
+            order = self.arms[repeat % len(self.arms) :] + self.arms[: repeat % len(self.arms)]
             for length in self.lengths:
-                host.activate(arm)
-                host.call("turn", seed=WARM_SEED + length, length=length, cells=["cold", "gpu_hit"])
-        for length in sorted(self.lengths, reverse=True):
-            for repeat in range(self.options.reps):
-                order = self.arms[repeat % len(self.arms) :] + self.arms[: repeat % len(self.arms)]
+                if time.monotonic() > self.until:
+                    progress(f"ttft: no time for more than {repeat} repeats")
+                    return
                 for arm in order:
-                    cells = ["cold", "gpu_hit"]
-                    if arm in STORING:
-                        cells += ["warm", "rewarm"]
-                    self.turn(host, arm, length, repeat, cells)
-                self.place.save(self.record)
-            progress(f"{length} tokens: {self.line(length)}")
-        if "bytes" in self.parts():
-            self.bytes_stored(host)
-        self.stop(host, self.arms)
-        if self.options.disk_reps:
-            self.disk()
-
-    def parts(self) -> list[str]:
-        """The parts asked for."""
-        return engines.split(self.options.parts)
-
-    def disk(self) -> None:
-        """Restart without pool and page cache, and ask for what is on disk."""
-        arms = [arm for arm in self.arms if arm in {"none", "tiering", "lakecache"}]
-        shutil.rmtree(self.place.ram, ignore_errors=True)
-        self.place.ram.mkdir()
-        host = self.host(arms, "restart")
-        for length in sorted(self.lengths, reverse=True):
-            for repeat in range(min(self.options.disk_reps, self.options.reps)):
-                seed = self.options.reps - 1 - repeat
-                for arm in arms:
-                    cell = "recompute" if arm == "none" else "disk_hit"
-                    self.turn(host, arm, length, seed, [cell])
-                self.place.save(self.record)
-            progress(f"restarted, {length} tokens: {self.line(length)}")
-        self.stop(host, arms)
+                    with self.guarded(f"ttft of {arm} at {length} tokens"):
+                        self.turn(arm, length, repeat, ["cold", "gpu_hit", *STORED_CELLS[arm]])
+                progress(f"{repeat}: {length} tokens: {self.line(length)}")
 
     def line(self, length: int) -> str:
         """The medians of a length so far."""
         parts = []
         for arm in self.arms:
-            for cell in ("cold", "gpu_hit", "warm", "rewarm", "disk_hit", "recompute"):
+            for cell in CELLS:
                 if samples := self.times(arm, length, cell):
                     parts.append(f"{arm} {cell} {median(samples):.1f}")
         return "; ".join(parts)
@@ -150,90 +350,75 @@ class Run:
 
     # Bytes
 
-    def bytes_stored(self, host: Host) -> None:
+    def bytes(self) -> None:
         """Send ten prompts that share most of their tokens, and see what each leaves on disk."""
-        options = self.options
-        self.result["bytes"] = {}
         for arm in self.arms:
-            if arm not in {"tiering", "lakecache"}:
-                continue
-            host.activate(arm)
-            folder = str(self.place.scratch / arm)
-            before, sizes = host.call("folder_bytes", folder=folder), []
-            for number in range(options.shared_prompts):
-                host.call(
-                    "turn", seed=300_000 + number, length=options.shared_length, cells=["cold"],
-                    shared=options.shared_tokens, family=1,
-                )  # fmt: skip
-                sizes.append(host.call("folder_bytes", folder=folder) - before)
-            self.result["bytes"][arm] = {
-                "after_each": sizes, "per_prompt": sizes[-1] / options.shared_prompts
+            if arm in {"tiering", "lakecache"}:
+                with self.guarded(f"bytes of {arm}"):
+                    self.bytes_of(arm)
+
+    def bytes_of(self, arm: str) -> None:
+        """One arm's bytes."""
+        host, options = self.host(), self.options
+        host.activate(arm)
+        folder = str(self.place.scratch / arm)
+        before, sizes = host.call("folder_bytes", folder=folder), []
+        for number in range(options.shared_prompts):
+            host.call(
+                "turn", seed=SHARED_SEED + number, length=options.shared_length, cells=["cold"],
+                shared=options.shared_tokens, family=1,
+            )  # fmt: skip
+            sizes.append(host.call("folder_bytes", folder=folder) - before)
+            self.result.setdefault("bytes", {})[arm] = {
+                "after_each": sizes, "per_prompt": sizes[-1] / len(sizes)
             }  # fmt: skip
-            self.place.save(self.record)
-        progress(f"bytes: {self.result['bytes']}")
+            self.save()
+        progress(f"bytes: {arm}: {self.result['bytes'][arm]}")
 
     # Capacity
 
     def capacity(self) -> None:
-        """Let chats compete for a small memory tier; then each goes on, and its hit is counted."""
-        arms = [arm for arm in self.arms if arm in {"offloading", "lakecache"}]
-        options = copy.copy(self.options)
-        options.cpu_gib = self.options.capacity_gib
-        configs = {}
-        for arm in arms:
-            config = engines.transfer_config(arm, self.place, options)
-            if arm == "lakecache":
-                # Memory alone, as OffloadingConnector has no disk.
-                extra = dict(config["kv_connector_extra_config"])
-                del extra["cache_dir"], extra["disk_capacity_bytes"]
-                config = config | {"kv_connector_extra_config": extra | {"load_policy": "always"}}
-            configs[arm] = config
-        host = self.host(arms, "capacity", configs=configs)
-        self.result["capacity"] = {}
-        for arm in arms:
-            host.activate(arm)
-            ends = [sum(TURN_TOKENS[: turn + 1]) for turn in range(len(TURN_TOKENS))]
-            longest = min(ends[-1], max(self.lengths))
-            for end in ends[:-1]:
-                for chat in range(options.chats):
-                    self.chat(host, chat, min(end, longest), longest)
-            restored = total = 0
-            for chat in reversed(range(options.chats)):
-                host.call("reset")
-                seen = self.chat(host, chat, longest, longest)
-                restored += seen["counts"].get("external_prefix_cache_hits", 0)
-                total += longest
-            self.result["capacity"][arm] = {
-                "restored_tokens": restored, "asked_tokens": total, "gib": options.cpu_gib,
-                "tokens_per_gib": restored / options.cpu_gib,
-            }  # fmt: skip
-            self.place.save(self.record)
-            progress(f"capacity: {arm}: {self.result['capacity'][arm]}")
-        self.stop(host, arms)
+        """Let chats compete for a small memory tier; then see what of them is there."""
+        for arm in self.capacity_arms():
+            with self.guarded(f"capacity of {arm}"):
+                self.capacity_of(arm)
 
-    def chat(self, host: Host, chat: int, tokens: int, longest: int) -> dict[str, Any]:
-        """One turn of a chat: its prompt is the beginning of its longest one."""
+    def capacity_of(self, arm: str) -> None:
+        """One arm's chats.
+
+        All chats take a turn, in an order of its own, before any takes its next; the GPU has
+        forgotten a chat by then. In the end each prompt is asked once more, the latest first, so
+        that what is missing and computed again pushes out nothing that is still to be asked for.
+        """
+        host, options = self.host(), self.options
+        host.activate(CAPACITY_ARMS[arm])
+        ends = list(itertools.accumulate(engines.split(options.turn_tokens, int)))
+        seen: dict[str, Any] = {"gib": options.small_gib, "chats": options.chats, "turns": []}
+        self.result.setdefault("capacity", {})[arm] = seen
+        chance, order, started = random.Random(1), list(range(options.chats)), time.monotonic()
+
+        def play(end: int, chats: list[int]) -> dict[str, int]:
+            restored = sum(self.chat(host, chat, end, ends[-1]) for chat in chats)
+            return {"asked_tokens": end * len(chats), "restored_tokens": restored}
+
+        for end in ends:
+            chance.shuffle(order)
+            seen["turns"].append(play(end, order))
+            self.save()
+        seen |= play(ends[-1], order[::-1])
+        seen["tokens_per_gib"] = seen["restored_tokens"] / options.small_gib
+        seen["s"] = time.monotonic() - started
+        self.save()
+        progress(f"capacity: {arm}: {seen}")
+
+    @staticmethod
+    def chat(host: Host, chat: int, tokens: int, longest: int) -> int:
+        """One turn of a chat, the beginning of its longest prompt; how much was restored."""
+        host.call("reset")
         seen = host.call(
-            "chat_turn", seed=700_000 + chat, length=tokens, whole=longest, flush=False
+            "chat_turn", seed=CHAT_SEED + chat, length=tokens, whole=longest, flush=False
         )
-        return seen
-
-    def measure(self) -> None:
-        """The parts asked for."""
-        try:
-            if "ttft" in self.parts():
-                self.ttft()
-            elif "bytes" in self.parts():
-                host = self.host(self.arms, "bytes")
-                self.bytes_stored(host)
-                self.stop(host, self.arms)
-            if "capacity" in self.parts():
-                self.capacity()
-        finally:
-            self.place.save(self.record)
-            engines.stop_all()
-            engines.keep_logs(self.place, self.options.keep_logs)
-            self.place.remove()
+        return int(seen["counts"].get("external_prefix_cache_hits", 0))
 
     # Reporting
 
@@ -242,14 +427,17 @@ class Run:
         print(f"\n{self.model}, prefix_match_unit {self.options.unit}, ms, median [range]")
         per_token = engines.kv_bytes_per_token(self.model)
         state = engines.state_bytes(self.model)
-        link = self.result.get("link_gb_s", {}).get("h2d")
-        disk = self.result.get("disk_gb_s", {}).get("read")
+        bandwidths = {
+            "warm": self.result.get("link_gb_s", {}).get("h2d"),
+            "cold_tier": self.result.get("disk_gb_s", {}).get("read"),
+        }
+        bandwidths["rewarm"] = bandwidths["warm"]
         rows = []
         for length in self.lengths:
             bare = median(self.times("none", length, "gpu_hit"))
             cold = median(self.times("none", length, "cold"))
-            for cell in ("cold", "gpu_hit", "warm", "rewarm", "disk_hit", "recompute"):
-                base = cold if cell in {"cold", "disk_hit", "recompute"} else bare
+            for cell in CELLS:
+                base = cold if cell in {"cold", "cold_tier"} else bare
                 row = [str(length), cell]
                 for arm in self.arms:
                     seen = self.chosen(arm, length, cell)
@@ -263,17 +451,21 @@ class Run:
                     said = f"{engines.summary(samples)} x{median(samples) / base:.3f}"
                     row.append(said + (f" hit {hits:.0f}" if hits else ""))
                 floor = ""
-                ceiling = {"warm": link, "rewarm": link, "disk_hit": disk}.get(cell)
-                if ceiling:
-                    floor = f"{bare + (length * per_token + state) / ceiling / 1e6:.2f}"
+                if bandwidth := bandwidths.get(cell):
+                    floor = f"{bare + (length * per_token + state) / bandwidth / 1e6:.2f}"
                 if any(part != "-" for part in row[2:]):
                     rows.append([*row, floor])
         if rows:
             print(engines.table(["tokens", "cell", *self.arms, "floor"], rows))
+            self.report_tokens()
         for name in ("bytes", "capacity"):
             for arm, seen in self.result.get(name, {}).items():
                 print(f"{name}: {arm}: {seen}")
-        self.report_tokens()
+        for row in self.result.get("phases", []):
+            print(self.phase_line(row))
+        for failed in self.result["errors"]:
+            print(f"FAILED: {failed['what']}: {failed['traceback'].strip().splitlines()[-1]}")
+        print(f"seconds: {self.result.get('part_s')}", flush=True)
 
     def report_tokens(self) -> None:
         """Every cell of every arm has to answer a prompt with the same token."""
@@ -287,6 +479,11 @@ class Run:
         for prompt, said in list(differing.items())[:5]:
             print(f"  {prompt}: {said}")
 
+    def fine(self) -> bool:
+        """Whether nothing failed, and every phase was as promised."""
+        phases = self.result.get("phases", [])
+        return not self.result["errors"] and all(row["as_promised"] for row in phases)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -295,37 +492,49 @@ def main() -> int:
     engines.add_options(
         parser,
         models=["qwen3.5-35b-a3b"],
-        arms=["none", "offloading", "tiering", "lakecache"],
+        arms=list(STORED_CELLS),
     )
-    parser.add_argument("--parts", default="ttft,bytes")
+    parser.add_argument("--parts", default="phases,bytes,capacity,ttft")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--reps", type=int, default=7)
-    parser.add_argument("--disk-reps", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="ttft begins nothing new after so many"
+    )
     parser.add_argument("--unit", type=int, default=32, help="prefix_match_unit; 0 leaves it out")
+    parser.add_argument("--answer-tokens", type=int, default=8, help="of the answers of phases")
+    parser.add_argument("--logprobs", type=int, default=20, help="compared by phases, per token")
     parser.add_argument("--disk-probe-gib", type=float, default=4.0)
     parser.add_argument("--shared-prompts", type=int, default=10)
     parser.add_argument("--shared-length", type=int, default=8192)
     parser.add_argument("--shared-tokens", type=int, default=6144)
     parser.add_argument("--chats", type=int, default=50)
-    parser.add_argument("--capacity-gib", type=float, default=4.0)
+    parser.add_argument("--turn-tokens", default="1600,500,700,600", help="what each turn adds")
+    parser.add_argument(
+        "--small-gib", type=float, default=4.0, help="memory tier in the parts capacity and phases"
+    )
     options = parser.parse_args()
     engines.stop_on_signals()
     if options.device == "cpu":
         options.models, options.cpu_gib, options.disk_gib = "qwen3.5-tiny", 0.25, 0.25
-        options.lengths, options.disk_probe_gib, options.chats = "128,300,1024", 1 / 16, 4
-        options.shared_length, options.shared_tokens, options.capacity_gib = 1024, 768, 0.125
+        # vLLM's connectors need a GPU.
+        options.arms = ",".join(arm for arm in engines.split(options.arms) if arm not in RIVALS)
+        options.lengths, options.disk_probe_gib, options.chats = "20,128,300,1024", 1 / 16, 24
+        options.shared_length, options.shared_tokens, options.small_gib = 1024, 768, 1 / 64
+        options.turn_tokens = "400,130,170,150"
     record: dict[str, Any] = {
         "bench": "hybrid", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
         "models": {},
     }  # fmt: skip
+    well = True
     for model in engines.split(options.models):
         run = Run(model, options, record)
         try:
             run.measure()
         finally:
             run.report()
-            run.place.save(record)
-    return 0
+            run.save()
+        well &= run.fine()
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 import _engines as engines  # noqa: E402
 from _engine_host import tokens_of  # noqa: E402
+from _engines import difference  # noqa: E402, F401
 from make_checkpoint import VOCABULARY  # noqa: E402
 
 DEVICE = os.environ.get("LAKECACHE_GPU_TESTS_DEVICE", "cuda")
@@ -35,18 +36,6 @@ Answer = dict[str, Any]
 def prompt(seed: int, length: int) -> list[int]:
     """A prompt that differs from all others from its first token on."""
     return tokens_of(seed, length, VOCABULARY)
-
-
-def difference(one: Answer, other: Answer) -> float:
-    """Largest difference of log-probabilities; infinite where the tokens differ."""
-    if one["tokens"] != other["tokens"]:
-        return float("inf")
-    return max(
-        abs(a[token] - b[token])
-        for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-        for token in a
-        if token in b
-    )
 
 
 class Engine:
