@@ -57,6 +57,7 @@ class DeviceAccess:
             raise LeaseLostError("the object is gone")
         if size != tensor.numel():
             raise ConfigError(f"the object has {size} bytes and the tensor {tensor.numel()}")
+        cache.declare_gpu_copies()
         self._register(cache, tensor.device)
         if self._registration is not None:
             spans = self._registration.cut(spans)

@@ -79,6 +79,8 @@ class HostRegistration:
 
     def __init__(self, cache: Any) -> None:
         """Start; the calling thread's CUDA context is the one that gets access."""
+        # The GPU copies to and from this memory even if its registration is refused.
+        cache.declare_gpu_copies()
         self._cache = cache
         self._context = ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(self._context))

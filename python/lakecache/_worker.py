@@ -259,9 +259,12 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Wait, within a bound, until no copy touches the KV caches any more; leave the pool."""
+        idle = self._transfer is None
         try:
             if self._transfer is not None:
-                self._transfer.close(DRAIN_SECONDS)
+                idle = self._transfer.close(DRAIN_SECONDS)
                 self.poll()
         finally:
-            self._cache.close()
+            # While copies may still land, what is pinned stays so until this process has ended.
+            if idle:
+                self._cache.close()

@@ -19,6 +19,10 @@ class Pool:
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.reserved = sizes, 0
+        self.declared = False
+
+    def declare_gpu_copies(self) -> None:
+        self.declared = True
 
     def pieces(self) -> list[tuple[int, int, bool]]:
         found, address = [], BASE
@@ -90,6 +94,19 @@ def test_copies_are_cut_where_registrations_meet(driver: Driver) -> None:
         (BASE + 5, 7),
     ]
     registration.close()
+
+
+def test_the_pool_is_told_before_the_driver_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(32 * MIB)
+
+    def refuse(name: str, *_: Any) -> None:
+        assert pool.declared, name
+        raise _cuda.CudaError(f"{name} failed: no")
+
+    monkeypatch.setattr(_cuda, "_call", refuse)
+    with pytest.raises(_cuda.CudaError):
+        _cuda.HostRegistration(pool)
+    assert pool.declared
 
 
 def test_a_refusal_is_one_warning_and_nothing_waits(

@@ -235,6 +235,18 @@ fn child() {
             }
             ready_for_ever();
         }
+        "gpu" => {
+            pool.declare_gpu_copies();
+            // All there is, a page at a time: whoever wants room needs ours.
+            for n in 0.. {
+                match arena.reserve(&meta(61 * n), Purpose::Store, wait) {
+                    Ok(Reserve::Slot(_)) => {}
+                    Ok(Reserve::NoRoom) => break,
+                    other => panic!("{other:?}"),
+                }
+            }
+            ready_for_ever();
+        }
         "pin" => {
             let mut found = Vec::new();
             arena.lookup(&[key(100), key(101)], &mut found);
@@ -316,6 +328,30 @@ fn what_a_killed_process_was_filling_is_freed() {
     assert_eq!(arena.gauges().entries, 1, "our pin keeps one's memory");
     arena.check().expect("the tables are sound");
     arena.unpin(joined);
+    assert_nothing_leaked(&pool, &arena);
+}
+
+#[test]
+fn what_a_killed_process_was_filling_from_a_gpu_is_not_given_away_at_once() {
+    let _watchdog = watchdog();
+    let dir = temp_dir();
+    let (pool, arena) = opened(dir.path());
+    let child = Running::start("gpu", dir.path());
+    let filling = arena.gauges().filling;
+    assert!(filling > 0);
+    child.kill();
+    let wait = Wait::Within(PATIENCE);
+    let no_room =
+        || arena.reserve(&meta(61 << 20), Purpose::Store, wait).unwrap() == Reserve::NoRoom;
+    assert!(no_room());
+    pool.reap_dead();
+    assert_eq!(arena.clear(), 0);
+    assert!(no_room());
+    assert_eq!((arena.gauges().filling, arena.gauges().pinned), (filling, filling));
+    wait_until("what it held is reaped", || {
+        pool.reap_dead();
+        arena.gauges().filling == 0
+    });
     assert_nothing_leaked(&pool, &arena);
 }
 

@@ -247,6 +247,13 @@ impl PyCache {
         self.cache.pieces().into_iter().map(exposed).collect()
     }
 
+    /// Says that GPUs copy into or out of the pool's memory for this object, before the first such
+    /// copy. From then on a `close` says that none is under way; without it what is pinned stays
+    /// pinned until this process has ended.
+    fn declare_gpu_copies(&self) {
+        self.cache.declare_gpu_copies();
+    }
+
     /// (address in this process, bytes) of each run of an object's payload, in order; together they
     /// are the payload. Empty where the object is gone. They hold while the caller has it pinned.
     fn spans(&self, entry: u32, generation: u64) -> Vec<(usize, u64)> {

@@ -325,11 +325,26 @@ impl Cache {
         self.inner.arena.clear()
     }
 
+    /// Says that GPUs copy into the pool's memory for this cache, before the first such copy: see
+    /// [`Pool::declare_gpu_copies`].
+    pub fn declare_gpu_copies(&self) {
+        self.inner.pool.declare_gpu_copies();
+    }
+
     /// Writes back what is dirty for at most `drain`, ends the threads and leaves the pool.
-    /// Idempotent; leases and slots are void afterwards.
+    /// Idempotent; leases and slots are void afterwards. Copies of GPUs must be over; where they may
+    /// not be, the cache is dropped instead, and what it has pinned stays pinned until the process
+    /// has ended.
     pub fn close(&self, drain: Duration) {
+        if self.stop(drain) {
+            self.inner.pool.leave();
+        }
+    }
+
+    /// True: it was this call that did so.
+    fn stop(&self, drain: Duration) -> bool {
         if self.inner.closed.swap(true, Ordering::AcqRel) {
-            return;
+            return false;
         }
         if let Some(background) = &self.background {
             background.drain(drain);
@@ -341,13 +356,16 @@ impl Cache {
         if let Some(disk) = &self.inner.disk {
             disk.close();
         }
-        self.inner.pool.leave();
+        true
     }
 }
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        self.close(Duration::from_secs(5));
+        // Without `close` nobody has said that the GPUs' copies are over: the pool sees to that.
+        if self.stop(Duration::from_secs(5)) && !self.inner.pool.has_gpu_copies() {
+            self.inner.pool.leave();
+        }
     }
 }
 

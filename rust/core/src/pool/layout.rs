@@ -28,7 +28,7 @@ pub const DATA_BYTES_MIN: u64 = 4 << 20;
 pub const PIECE_BYTES_MAX: u64 = 256 << 20;
 
 pub(super) const MAGIC: u64 = u64::from_ne_bytes(*b"LakePool");
-pub(super) const FORMAT_VERSION: u32 = 2;
+pub(super) const FORMAT_VERSION: u32 = 3;
 pub(super) const CACHE_DIR_MAX: usize = 2048;
 
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
@@ -80,7 +80,8 @@ pub struct TableRoot {
     _pad: [u64; 5],
 }
 
-/// One member's record. Diagnostics, except for `state`; only the kernel lock proves life.
+/// One member's record. Only the kernel lock proves life; the process's number and start are used to
+/// see it end, where a GPU copies for it.
 #[repr(C, align(64))]
 pub(super) struct MemberRecord {
     /// [`MEMBER_FREE`] or [`MEMBER_USED`]: used ones that no process has locked are dead.
@@ -89,7 +90,11 @@ pub(super) struct MemberRecord {
     pub(super) start_time: AtomicU64,
     /// `u64::MAX` = no limit.
     pub(super) disk_capacity_bytes: AtomicU64,
-    _pad: [u64; 5],
+    /// The pool's clock when it joined: no two members have the same.
+    pub(super) joined: AtomicU64,
+    /// Not 0, for good: a GPU may copy into the pool for it, see `death`.
+    pub(super) gpu_copies: AtomicU64,
+    _pad: [u64; 3],
 }
 
 pub(super) const MEMBER_FREE: u32 = 0;

@@ -4,10 +4,12 @@
 //! the same cache directory. It knows nothing of objects: [`crate::l1`] and [`crate::l2`] keep
 //! their tables in its regions and register [`TableHooks`] to repair them.
 //!
-//! - Members prove their life by a kernel lock, never by a process id.
+//! - Members prove their life by a kernel lock, never by a process id. A dead one's memory is given
+//!   away when nothing can land in it any more ([`death`]).
 //! - [`Pool::write`] gives the writer lock; whoever dies under it leaves the epoch odd.
 //! - Space in the data area is reserved piece by piece in the background.
 
+mod death;
 pub mod index;
 mod join;
 pub mod layout;
@@ -111,6 +113,7 @@ pub struct Pool {
     closed: AtomicBool,
     /// Members that died before this one joined have not been reaped by it yet.
     reap_due: AtomicBool,
+    deaths: death::Deaths,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -186,6 +189,7 @@ impl Pool {
             hooks: RwLock::default(),
             closed: AtomicBool::new(false),
             reap_due: AtomicBool::new(true),
+            deaths: death::Deaths::default(),
             thread: Mutex::default(),
         })
     }
@@ -422,7 +426,11 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // A forked child has no lock to give back.
         if !self.core.is_forked_child() {
-            self.leave();
+            if self.has_gpu_copies() {
+                self.leave_held();
+            } else {
+                self.leave();
+            }
             self.stop_reserver();
         }
     }

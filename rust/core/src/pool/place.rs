@@ -184,14 +184,6 @@ pub(super) fn mount_namespace() -> u64 {
     std::fs::metadata("/proc/self/ns/mnt").map_or(0, |found| found.ino())
 }
 
-/// When this process started, in clock ticks since boot.
-pub(super) fn start_time() -> u64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The second field is the program's name, in parentheses, and may hold anything.
-    let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-    after_name.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok()).unwrap_or(0)
-}
-
 pub(super) fn hex16(id: &[u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(*id))
 }
