@@ -57,7 +57,6 @@ class DeviceAccess:
             raise LeaseLostError("the object is gone")
         if size != tensor.numel():
             raise ConfigError(f"the object has {size} bytes and the tensor {tensor.numel()}")
-        cache.declare_gpu_copies()
         self._register(cache, tensor.device)
         if self._registration is not None:
             spans = self._registration.cut(spans)
@@ -70,6 +69,9 @@ class DeviceAccess:
         return pairs
 
     def _register(self, cache: Any, device: torch.device) -> None:
+        if device.type != "cpu":
+            # Registered or not, it copies to and from this memory.
+            cache.declare_gpu_copies()
         if device.type != "cuda" or self._refused or self._registration is not None:
             return
         import torch

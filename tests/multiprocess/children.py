@@ -7,7 +7,9 @@ import json
 import os
 import struct
 import sys
+import time
 
+from lakecache import _core
 from lakecache.errors import LakeCacheError
 from lakecache.store import TieredStore
 
@@ -94,6 +96,23 @@ def fork(settings: dict) -> None:
         print(store.put(b"object 0", payload(0)))
 
 
+def hold(settings: dict) -> None:
+    """Have all of memory in the making, as if a GPU were copying into it, until killed."""
+    cache = _core.Cache(disk_capacity_bytes=None, **settings)
+    number = cache.namespace(bytes(32), "{}")
+    cache.declare_gpu_copies()
+    until = time.monotonic() + 30
+    held = 0
+    while time.monotonic() < until:
+        key = b"%032d" % held
+        if cache.reserve(number, key, 0, None, 0, 1, 1, 1 << 20, wait=1.0) is not None:
+            held += 1
+        elif cache.stats()["memory_bytes_reserved"] == cache.stats()["memory_capacity_bytes"]:
+            break
+    print(held, flush=True)
+    time.sleep(120)
+
+
 def block_io_uring() -> None:
     """Answer EPERM to io_uring_setup, enter and register, as Docker's default profile does."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -137,5 +156,7 @@ def drop_override() -> None:
 
 if __name__ == "__main__":
     what, settings, *rest = sys.argv[1:]
-    actions = {"fill": fill, "read": read, "use": use, "lose": lose, "fork": fork}
+    actions = {
+        "fill": fill, "read": read, "use": use, "lose": lose, "fork": fork, "hold": hold,
+    }  # fmt: skip
     actions[what](json.loads(settings), *(int(r) if r.isdigit() else r for r in rest))

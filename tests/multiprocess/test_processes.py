@@ -99,6 +99,23 @@ def test_killed_while_putting(start, settings, ram):
     assert not [file for file in Path(settings["cache_dir"]).rglob("*") if ".tmp" in file.name]
 
 
+def test_what_a_killed_process_held_for_a_gpu_comes_back_by_itself(start, settings):
+    del settings["disk_capacity_bytes"]
+    with TieredStore(**settings) as store:
+        child = start("hold", settings)
+        held = int(child.stdout.readline() or 0)
+        assert held > 20, child.stderr.read()
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=30)
+        assert not store.put(b"object 0", payload(0, 2 * MIB), timeout=0)
+        # Nothing is put and nobody leaves: the store looks again on its own.
+        until = time.monotonic() + 60
+        while store.stats()["memory_filling"] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert store.stats()["memory_filling"] == store.stats()["memory_pinned"] == 0
+        assert store.put(b"object 0", payload(0, 2 * MIB), timeout=10)
+
+
 def test_a_fork_of_a_process_with_a_store(start, settings):
     said, errors = start("fork", settings).communicate(timeout=60)
     assert said == "ClosedError\nTrue\n", errors

@@ -128,6 +128,21 @@ def test_a_worker_says_of_a_load_that_it_is_over_even_if_the_copies_were_given_u
     assert not half.busy()
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_worker_with_copies_under_way_does_not_leave_the_pool(tmp_path: Any, idle: bool) -> None:
+    """Leaving gives up its pins, and what they hold could become another object."""
+    cache = fake.Cache(cache_dir=None, ram_dir=str(tmp_path))
+    nothing: Any = SimpleNamespace(prefix_cacheable_group_ids=())
+    half = WorkerHalf(
+        nothing, nothing, CacheConfig(transfer="sync"), cache,
+        groups=Groups((0,)), geometry=Geometry(64, 32, 32), rank=0,
+    )  # fmt: skip
+    over = SimpleNamespace(close=lambda _: idle, poll=list, same_step=True)
+    half._transfer = over  # type: ignore[assignment]
+    half.shutdown()
+    assert cache.closed == idle
+
+
 def test_others_are_not_held_up(bench: Bench) -> None:
     bench.store(256)
     busy, request = Request(100), Request(256)

@@ -1,201 +1,35 @@
 //! Pools shared by real processes: joining, dying at the worst moment, adopting, sweeping.
-//!
-//! A test's child is this same test binary, told by `POOL_CHILD` what to do (see `child`). It says
-//! on its standard output what it has reached, and ends when its standard input is closed, or is
-//! killed.
 #![allow(clippy::unwrap_used, clippy::print_stderr, clippy::print_stdout, reason = "tests")]
 
-use std::io::{BufRead, BufReader, Read};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+mod pool_common;
 
-use lakecache_core::pool::{Pool, PoolOptions, Role, Table, TableHooks, Wait, Writer};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use lakecache_core::pool::{Pool, PoolOptions, Role, Table, Wait};
 use lakecache_core::{ErrorKind, Namespace};
 
-const MIB: u64 = 1 << 20;
-
-/// Ends the process if a test hangs: a hang must fail, not block everything.
-struct Watchdog(Arc<AtomicBool>);
-
-impl Watchdog {
-    fn start(test: &'static str) -> Self {
-        let done = Arc::new(AtomicBool::new(false));
-        let seen = done.clone();
-        std::thread::spawn(move || {
-            let end = Instant::now() + Duration::from_secs(90);
-            while Instant::now() < end {
-                if seen.load(Ordering::Relaxed) {
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(50));
-            }
-            eprintln!("{test} hangs");
-            std::process::abort();
-        });
-        Self(done)
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
-#[derive(Default)]
-struct Recorder {
-    rebuilt: AtomicU64,
-    reaped: Mutex<Vec<u8>>,
-}
-
-impl TableHooks for Recorder {
-    fn rebuild(&self, writer: &mut Writer) {
-        assert!(writer.pool().epoch() % 2 == 1);
-        self.rebuilt.fetch_add(1, Ordering::Relaxed);
-    }
-    fn reap(&self, _writer: &mut Writer, dead_member: u8) {
-        self.reaped.lock().unwrap().push(dead_member);
-    }
-}
-
-impl Recorder {
-    fn on(pool: &Pool) -> Arc<Self> {
-        let hooks = Arc::new(Self::default());
-        pool.add_hooks(hooks.clone());
-        hooks
-    }
-    fn reaped(&self) -> Vec<u8> {
-        self.reaped.lock().unwrap().clone()
-    }
-}
-
-/// A shared-memory root and a cache directory of a test's own.
-struct Dirs {
-    root: tempfile::TempDir,
-    ram_dir: PathBuf,
-    cache_dir: PathBuf,
-}
-
-impl Dirs {
-    fn new() -> Self {
-        let shm = Path::new("/dev/shm");
-        let root = if shm.is_dir() { tempfile::tempdir_in(shm) } else { tempfile::tempdir() };
-        let root = root.unwrap();
-        let (ram_dir, cache_dir) = (root.path().join("ram"), root.path().join("cache"));
-        Self { root, ram_dir, cache_dir }
-    }
-
-    fn options(&self) -> PoolOptions {
-        options(&self.ram_dir, &self.cache_dir)
-    }
-}
-
-fn options(ram_dir: &Path, cache_dir: &Path) -> PoolOptions {
-    PoolOptions {
-        ram_dir: ram_dir.to_path_buf(),
-        cache_dir: Some(cache_dir.to_path_buf()),
-        shared: true,
-        ..PoolOptions::private(16 * MIB)
-    }
-}
+use self::pool_common::{
+    Dirs, MIB, Process, Recorder, Watchdog, child_options, eventually, options,
+};
 
 fn spare(pool: &Pool) -> &AtomicU64 {
     &pool.root(Table::L1).spare[0]
 }
 
-struct Process {
-    child: Child,
-    input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
-    member: u8,
-}
-
-impl Process {
-    /// Starts a child that opens the pool and then does `action`; returns when it is under way.
-    fn start(dirs: &Dirs, action: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env("POOL_CHILD", action)
-            .env("POOL_RAM_DIR", &dirs.ram_dir)
-            .env("POOL_CACHE_DIR", &dirs.cache_dir)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let input = child.stdin.take();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut this = Self { child, input, output, member: 0 };
-        this.member = this.expect("member").parse().unwrap();
-        if action != "hold" {
-            this.expect(action);
-        }
-        this
-    }
-
-    fn expect(&mut self, word: &str) -> String {
-        let mut line = String::new();
-        loop {
-            line.clear();
-            assert!(self.output.read_line(&mut line).unwrap() > 0, "no {word:?} from the child");
-            // The test harness writes its own words, without a line end, before ours.
-            if let Some((_, rest)) = line.split_once(&format!("@{word}")) {
-                return rest.trim().to_owned();
-            }
-        }
-    }
-
-    fn kill(mut self) -> u8 {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-        self.member
-    }
-
-    fn end(mut self) {
-        drop(self.input.take());
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
 /// Not a test by itself: the body of the children.
 #[test]
 fn child() {
-    let Ok(action) = std::env::var("POOL_CHILD") else { return };
-    let dir = |name| PathBuf::from(std::env::var_os(name).unwrap());
-    let pool = Pool::open(options(&dir("POOL_RAM_DIR"), &dir("POOL_CACHE_DIR"))).unwrap();
+    let Some((action, options)) = child_options() else { return };
+    let pool = Pool::open(options).unwrap();
     let _hooks = Recorder::on(&pool);
     println!("\n@member {}", pool.member());
     match action.as_str() {
         "hold" => {}
-        "gpu" => {
-            pool.declare_gpu_copies();
-            println!("\n@gpu");
-        }
-        "gpu-unlocked" => {
-            pool.declare_gpu_copies();
-            close_lock_files();
-            println!("\n@gpu-unlocked");
-        }
-        "gpu-dropped" => {
-            pool.declare_gpu_copies();
-            drop(pool);
-            println!("\n@gpu-dropped");
-        }
-        "gpu-left" => {
-            pool.declare_gpu_copies();
-            pool.leave();
-            println!("\n@gpu-left");
-        }
         "add" => {
             pool.write(Wait::Within(Duration::from_secs(10)), |_| {
                 spare(&pool).fetch_add(1, Ordering::Relaxed);
@@ -214,31 +48,6 @@ fn child() {
         other => panic!("unknown action {other}"),
     }
     drop(std::io::stdin().read(&mut [0]));
-}
-
-/// Closes this process's lock files, as the kernel does where they have the lowest numbers.
-fn close_lock_files() {
-    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
-        let path = entry.unwrap().path();
-        if std::fs::read_link(&path).is_ok_and(|target| target.ends_with("lock")) {
-            let number: i32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
-            // SAFETY: the process is killed before anything uses the descriptor again.
-            assert_eq!(unsafe { libc::close(number) }, 0);
-        }
-    }
-}
-
-/// Repeats `done` for a while: a child that another test is just starting can hold a lock of this
-/// process for a moment longer than the process itself.
-fn eventually(done: impl Fn() -> bool) -> bool {
-    let end = Instant::now() + Duration::from_secs(10);
-    while !done() {
-        if Instant::now() > end {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    true
 }
 
 #[test]
@@ -294,77 +103,6 @@ fn a_dead_member_is_reaped_and_a_live_one_is_not() {
     assert_eq!((pool.gauges().members, pool.gauges().reaped), (2, 1));
     let again = Process::start(&dirs, "hold");
     assert_eq!(again.member, dead, "a reaped number is free again");
-}
-
-#[test]
-fn a_dead_member_with_gpu_copies_is_reaped_later_and_keeps_its_number_until_then() {
-    let _watchdog = Watchdog::start("a_dead_member_with_gpu_copies");
-    let dirs = Dirs::new();
-    let pool = Pool::open(dirs.options()).unwrap();
-    let hooks = Recorder::on(&pool);
-    pool.write(Wait::Try, |_| ()).unwrap().unwrap();
-    let (gpu, other) = (Process::start(&dirs, "gpu"), Process::start(&dirs, "hold"));
-    let (gpu, other) = (gpu.kill(), other.kill());
-    // The first look at a death is never the last, however late it comes.
-    pool.reap_dead();
-    assert_eq!(hooks.reaped(), [other]);
-    assert!(!pool.is_alive(gpu).unwrap());
-    let newcomer = Process::start(&dirs, "hold");
-    assert_ne!(newcomer.member, gpu, "its pins still stand");
-    assert!(eventually(|| {
-        pool.reap_dead();
-        hooks.reaped() == [other, gpu]
-    }));
-    assert!(pool.is_alive(newcomer.member).unwrap());
-    let again = Process::start(&dirs, "hold");
-    assert_eq!(again.member, gpu, "its number is free, and no flag is left on it");
-    let (again, newcomer) = (again.kill(), newcomer.kill());
-    pool.reap_dead();
-    let reaped = hooks.reaped();
-    assert!(reaped[2..].contains(&again) && reaped[2..].contains(&newcomer), "{reaped:?}");
-}
-
-#[test]
-fn who_adopts_a_pool_does_not_reap_gpu_copies_at_once() {
-    let _watchdog = Watchdog::start("who_adopts_a_pool");
-    let dirs = Dirs::new();
-    let killed = Process::start(&dirs, "gpu");
-    let dead = killed.kill();
-    let pool = Pool::open(dirs.options()).unwrap();
-    assert_ne!(pool.member(), dead);
-    let hooks = Recorder::on(&pool);
-    pool.write(Wait::Try, |_| assert_eq!(hooks.reaped(), [] as [u8; 0])).unwrap().unwrap();
-    assert!(eventually(|| {
-        pool.reap_dead();
-        hooks.reaped() == [dead]
-    }));
-}
-
-/// What a process looks like that is being killed: its lock is free, its other files are not.
-#[test]
-fn a_member_whose_process_still_has_files_is_not_reaped() {
-    let _watchdog = Watchdog::start("a_member_whose_process_still_has_files");
-    let dirs = Dirs::new();
-    let pool = Pool::open(dirs.options()).unwrap();
-    let hooks = Recorder::on(&pool);
-    for action in ["gpu-unlocked", "gpu-dropped"] {
-        let mut ending = Process::start(&dirs, action);
-        assert!(!pool.is_alive(ending.member).unwrap());
-        pool.reap_dead();
-        std::thread::sleep(Duration::from_millis(1500));
-        pool.reap_dead();
-        assert_eq!(hooks.reaped(), [] as [u8; 0], "{action}");
-        ending.child.kill().unwrap();
-        // Nobody has waited for it yet: it has closed its files, and is there as a zombie.
-        assert!(eventually(|| {
-            pool.reap_dead();
-            hooks.reaped() == [ending.member]
-        }));
-        hooks.reaped.lock().unwrap().clear();
-    }
-    let left = Process::start(&dirs, "gpu-left");
-    assert_eq!((pool.gauges().members, pool.gauges().reaped), (1, 2), "it left while it lived");
-    left.end();
 }
 
 #[test]
