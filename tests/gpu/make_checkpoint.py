@@ -1,4 +1,4 @@
-"""Make a small random checkpoint: make_checkpoint.py {qwen3|mla|hybrid} FOLDER
+"""Make a small random checkpoint: make_checkpoint.py {qwen3|mla|hybrid|mtp} FOLDER
 
 In a process of its own: once a process has used CUDA, vLLM can no longer fork from it. The weights
 are spread so that every token depends on the whole context and log-probabilities differ clearly.
@@ -32,7 +32,7 @@ def make(kind: str) -> Any:
         return Qwen3ForCausalLM(
             Qwen3Config(num_hidden_layers=6, num_key_value_heads=4, head_dim=128, **COMMON)
         )
-    if kind == "hybrid":
+    if kind in {"hybrid", "mtp"}:
         from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
         return Qwen3_5ForCausalLM(
@@ -75,6 +75,11 @@ def main() -> int:
             spread = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
             weight.normal_(0.0, spread * (2.0 if "lm_head" in name else 1.0))
     model.to(torch.bfloat16).save_pretrained(str(folder))
+    if kind == "mtp":
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        import mtp_model
+
+        mtp_model.add_head(folder)
     return 0
 
 

@@ -16,6 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benches"))
+# What engines import, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "tests"), str(ROOT / "tests/gpu"), os.environ.get("PYTHONPATH", "")]
+)
 
 import _engines as engines  # noqa: E402
 from _engine_host import tokens_of  # noqa: E402
