@@ -14,10 +14,11 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lakecache._backlog import PUT_OFF_SECONDS
 from lakecache._metadata import IDLE, StepPlan
 from lakecache._policy import Choice, Hit
-from lakecache._scheduler import KEY_BYTES, LOAD_ATTEMPTS, PUT_OFF_SECONDS, SchedulerHalf
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL
+from lakecache._scheduler import LOAD_ATTEMPTS, SchedulerHalf
+from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -379,7 +380,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         return False
 
     def _still_saves(self, tracked: Tracked) -> bool:
-        return tracked.request.request_id in self._saving
+        return tracked.request.request_id in self._saving or tracked in self.backlog
 
     # The rest
 

@@ -80,6 +80,7 @@ class Tracked:
         "local",
         "next_save",
         "objects",
+        "pinned",
         "put_off",
         "request",
         "same_step",
@@ -101,7 +102,9 @@ class Tracked:
         self.load: Load | None = None
         self.same_step = False
         self.failures = 0
+        # Since when chunks could not be pinned; the next chunk to pin, and the next to get a slot.
         self.put_off: float | None = None
+        self.pinned = 0
         self.next_save = -1
         # Of models with recurrent state: the keys of the states at every multiple of the hash
         # unit; where the leased checkpoint ends, its objects, and how often one was incomplete;

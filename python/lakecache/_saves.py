@@ -36,7 +36,7 @@ class Saves:
     ) -> None:
         """With `write_first`, a save ends only when the object is on disk (`transfer: sync`)."""
         self._cache = cache
-        self._ranks = ranks
+        self.ranks = ranks
         self.num_blocks = num_blocks
         self._counts = counts
         self._idents = idents
@@ -98,7 +98,7 @@ class Saves:
             return
         store.ranks_good += good
         store.ranks_bad += bad
-        if store.ranks_good + store.ranks_bad < self._ranks:
+        if store.ranks_good + store.ranks_bad < self.ranks:
             return
         del self._jobs[job]
         try:

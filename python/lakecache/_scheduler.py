@@ -5,8 +5,9 @@ happen on I/O threads while vLLM is told to ask again, and an idle step costs on
 
 Life of a load: lookup, lease (`matched`), allocation starts it (`allocated`), slots stream to the
 workers (`plan_step`), ranks acknowledge chunks and report the request (`report`), the lease closes.
-Life of a store: a chunk of the prompt is computed (`plan_step`), a slot is reserved and the blocks
-are pinned, all ranks acknowledge (`report`), commit or abandon, the pins go.
+Life of a store: the step that computes a chunk pins its blocks, a later one reserves a slot
+(`plan_step`), all ranks acknowledge (`report`), commit or abandon, the pins go. What is not done in
+the step itself costs its request nothing: the GPU is at work meanwhile, or nobody waits.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lakecache._backlog import Backlog, Run, is_late, put_off
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
 from lakecache._records import Tracked
 from lakecache._saves import Saves
 from lakecache._spaces import Namespaces
-from lakecache._support import KIND_CHUNK, Geometry
+from lakecache._support import KEY_BYTES, KIND_CHUNK, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,14 +45,14 @@ __all__ = ["SchedulerHalf"]
 
 log = logging.getLogger("vllm.lakecache")
 
-KEY_BYTES = 32
 # How long a request may be told to ask again while files are opened.
 OPEN_SECONDS = 1.0
 # A request whose loads failed this often is computed.
 LOAD_ATTEMPTS = 2
-# What finds no room for this long, in steps that may take a millisecond, is not stored.
-PUT_OFF_SECONDS = 2.0
 DRAIN_SECONDS = 5.0
+# Chunks that get a slot in a step, besides as many as the GPU computes meanwhile: some ten
+# microseconds each, of steps that may take only a millisecond or two.
+STORES_PER_STEP = 4
 
 
 class SchedulerHalf:
@@ -88,6 +90,8 @@ class SchedulerHalf:
         self.declined: str | None = None
         self._tracked: dict[str, Tracked] = {}
         self._saving: dict[str, Tracked] = {}
+        # Of the step before, which the GPU may still be computing.
+        self._tokens_before = 0
         self._same_step = False
         self._plan = StepPlan()
         self._idents = itertools.count(1)
@@ -98,6 +102,9 @@ class SchedulerHalf:
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
             idents=self._idents.__next__, write_first=config.transfer == "sync",
         )  # fmt: skip
+        self.backlog = Backlog(
+            cache, self.saves, chunk=self.chunk, counts=self.counts, chunk_bytes=self._chunk_bytes
+        )
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
             unstable=unstable,
@@ -320,6 +327,9 @@ class SchedulerHalf:
         """Give the size of an object: the parts of all ranks."""
         return self.ranks * self.part_bytes[kind]
 
+    def _chunk_bytes(self) -> int:
+        return self._bytes(KIND_CHUNK)
+
     def _bytes_by_tier(self, objects: Sequence[tuple[int, bytes]], tiers: bytes) -> tuple[int, int]:
         """Give the bytes to load from memory and from disk."""
         sizes = [self._bytes(kind) for kind, _ in objects]
@@ -358,9 +368,9 @@ class SchedulerHalf:
     def _settle_stored(self, tracked: Tracked) -> None:
         """Begin saving behind the chunks that are stored already, and refresh those."""
         keys = self._keys(tracked)[: self._save_limit(tracked) * KEY_BYTES]
-        tracked.next_save = 0
+        tracked.next_save = tracked.pinned = 0
         if keys:
-            tracked.next_save = self._cache.lookup(keys)[0]
+            tracked.next_save = tracked.pinned = self._cache.lookup(keys)[0]
             if tracked.next_save and tracked.load is None:
                 self._cache.touch(keys[: tracked.next_save * KEY_BYTES])
 
@@ -376,12 +386,18 @@ class SchedulerHalf:
         """Say what the workers do in this step."""
         if self.policy is not None:
             self.policy.clock.planned(output)
-        if not self._saving and not self.loads.to_plan():
+        tokens = output.total_num_scheduled_tokens
+        tokens_before, self._tokens_before = self._tokens_before, tokens
+        if not self._saving and not self.backlog and not self.loads.to_plan():
             return IDLE
         plan = self._plan = StepPlan()
         self.loads.plan(plan)
+        # In the first step without tokens the outputs of the one before are being sent, by a thread
+        # that needs the GIL, and the GPU computes nothing that would hide what is done here.
+        if self.backlog and (tokens or not tokens_before):
+            self.backlog.plan(plan, STORES_PER_STEP + tokens_before // self.chunk)
         if self._saving:
-            self._plan_stores(plan, output)
+            self._pin_computed(output)
         return plan if plan else IDLE
 
     def abandon_plan(self) -> StepPlan:
@@ -390,7 +406,7 @@ class SchedulerHalf:
         The workers must hear of it: vLLM waits for the loads, and the stores hold blocks.
         """
         plan, self._plan = self._plan, StepPlan()
-        self._saving.clear()
+        self._stop_saving()
         self.loads.fail_all()
         self.loads.tell(plan)
         return plan if plan else IDLE
@@ -407,7 +423,8 @@ class SchedulerHalf:
             )
         return ids.tobytes()
 
-    def _plan_stores(self, plan: StepPlan, output: SchedulerOutput) -> None:
+    def _pin_computed(self, output: SchedulerOutput) -> None:
+        """Pin the blocks of the chunks that this step completes."""
         for request_id, tracked in list(self._saving.items()):
             scheduled = output.num_scheduled_tokens.get(request_id)
             if scheduled is None:
@@ -420,59 +437,42 @@ class SchedulerHalf:
             else:
                 computed = min(computed, request.num_prompt_tokens)
             ready = min(computed // self.chunk, self._save_limit(tracked))
-            if tracked.next_save < ready:
-                self._store_chunks(plan, tracked, ready, output)
-            finished = not self._config.save_decode and (
-                tracked.next_save >= self._save_limit(tracked)
-            )
+            if 0 <= tracked.pinned < ready:
+                self._pin_chunks(tracked, ready, output)
+            finished = not self._config.save_decode and tracked.pinned >= self._save_limit(tracked)
             if finished or self._gives_up(tracked):
                 del self._saving[request_id]
 
+    def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> None:
+        state = output.kv_connector_block_state
+        table = state.get_block_ids(tracked.request.request_id) if state is not None else None
+        if not self._keys(tracked) or table is None:
+            return
+        first, ids = tracked.pinned, array("i")
+        per_chunk = self.chunk // self.block * len(self._groups.attention)
+        while tracked.pinned < ready and self.saves.room(len(ids) + per_chunk):
+            chunk = array("i", self._chunk_blocks(table, tracked.pinned, 0))
+            if len(chunk) != per_chunk or not all(chunk):
+                break
+            ids.extend(chunk)
+            tracked.pinned += 1
+        if ids:
+            self.backlog.append(Run(tracked, first, ids, self.saves.pin(ids), per_chunk))
+        if tracked.pinned == ready:
+            tracked.put_off = None
+        elif put_off(tracked):
+            self.counts["stores_put_off"] += 1
+
     def _gives_up(self, tracked: Tracked) -> bool:
-        """Whether a chunk has waited for room for too long."""
-        late = tracked.put_off is not None and time.monotonic() - tracked.put_off > PUT_OFF_SECONDS
+        """Whether a chunk has waited for too long for its blocks to be pinned."""
+        late = is_late(tracked)
         self.counts.update({"stores_dropped": 1} if late else {})
         return late
 
-    def _put_off(self, tracked: Tracked) -> None:
-        """Try again in the next step of the request."""
-        if tracked.put_off is None:
-            tracked.put_off = time.monotonic()
-            self.counts["stores_put_off"] += 1
-
-    def _store_chunks(
-        self, plan: StepPlan, tracked: Tracked, ready: int, output: SchedulerOutput
-    ) -> None:
-        keys = self._keys(tracked)
-        space = tracked.space
-        state = output.kv_connector_block_state
-        table = state.get_block_ids(tracked.request.request_id) if state is not None else None
-        if not keys or space is None or table is None:
-            return
-        per_chunk = self.chunk // self.block * len(self._groups.attention)
-        while tracked.next_save < ready:
-            index = tracked.next_save
-            ids = array("i", self._chunk_blocks(table, index, 0))
-            if len(ids) != per_chunk or not all(ids) or not self.saves.room(per_chunk):
-                self._put_off(tracked)
-                return
-            key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            slot = self._cache.reserve(
-                space.number, key, KIND_CHUNK,
-                keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else None,
-                index * self.chunk, (index + 1) * self.chunk - 1,
-                self.ranks, self._bytes(KIND_CHUNK),
-            )  # fmt: skip
-            if slot is not None:
-                self.saves.start(plan, KIND_CHUNK, slot, ids.tobytes(), self.saves.pin(ids))
-            elif not self._cache.lookup(key)[0]:
-                # No room, a busy lock, or somebody is writing it: perhaps in the next step.
-                self._put_off(tracked)
-                return
-            else:
-                # Left over behind a lost one: as recent now as what is stored around it.
-                self._cache.touch(keys[: (index + 1) * KEY_BYTES])
-            tracked.next_save, tracked.put_off = index + 1, None
+    def _stop_saving(self) -> None:
+        """Give up all chunks that are not on their way yet."""
+        self._saving.clear()
+        self.backlog.clear()
 
     # What came back
 
@@ -512,7 +512,7 @@ class SchedulerHalf:
             if tracked is not None:
                 tracked.failures += 1
                 # It is computed now, so what turned out to be lost can be stored anew.
-                tracked.next_save = -1
+                tracked.next_save = tracked.pinned = -1
         if load.lease is not None:
             load.lease.close()
         if self.policy is not None:
@@ -539,7 +539,7 @@ class SchedulerHalf:
 
     def pending_stores(self) -> bool:
         """Whether blocks are pinned for copies that the workers have not acknowledged."""
-        return bool(self.saves)
+        return bool(self.saves or self.backlog)
 
     def pending(self) -> bool:
         """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
@@ -552,7 +552,7 @@ class SchedulerHalf:
             # What these requests have computed so far may belong to the old weights.
             self._forget_keys(tracked)
             tracked.next_save = max(tracked.next_save, 0)
-        self._saving.clear()
+        self._stop_saving()
         self.loads.fail_all()
         self.spaces.reset()
         self.counts["resets"] += 1

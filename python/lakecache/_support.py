@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
+    "KEY_BYTES",
     "KIND_CHUNK",
     "KIND_STATE",
     "KIND_TAIL",
@@ -27,6 +28,7 @@ __all__ = [
     "platform_declined",
 ]
 
+KEY_BYTES = 32
 # What an object holds; part of its key and of its file's header.
 KIND_CHUNK = 0
 # The recurrent state of all layers at the end of a block.

@@ -10,7 +10,7 @@ import pytest
 
 from fakes import core as fake
 from lakecache import identity
-from lakecache._metadata import Handshake, WorkerReport
+from lakecache._metadata import Handshake, StepPlan, WorkerReport
 from lakecache._pages import Groups
 from lakecache._scheduler import SchedulerHalf
 from lakecache._support import KIND_CHUNK, Geometry
@@ -112,6 +112,20 @@ class Bench:
             request.num_computed_tokens += tokens
         return plan
 
+    def compute(self, request: Request, tokens: int, **more: Any) -> Any:
+        """Compute tokens in one step, and go on until all is on its way: in one plan."""
+        whole = StepPlan()
+        plan = self.step(request, tokens, **more)
+        for _ in range(10):
+            whole.loads += plan.loads
+            whole.chunks += plan.chunks
+            whole.failed += plan.failed
+            whole.stores += plan.stores
+            plan = self.step()
+            # As vLLM does when the step has come back.
+            self.half.stats()
+        return whole
+
     def allocate(self, request: Request, external: int) -> None:
         blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 100)],))
         self.half.allocated(request, blocks, external)  # type: ignore[arg-type]
@@ -125,7 +139,7 @@ class Bench:
         request = Request(tokens)
         assert self.half.matched(request, 0)[0] == 0
         self.allocate(request, 0)
-        plan = self.step(request, tokens)
+        plan = self.compute(request, tokens)
         for _ in range(self.ranks):
             self.acknowledge(plan)
         self.half.finished(request.request_id)
@@ -136,5 +150,5 @@ class Bench:
             *(["pinned slots"] if any(slot.pins for slot in slots) else []),
             *(["pinned blocks"] if self.pool.pinned() else []),
             *(["tracked"] if self.half._tracked else []),
-            *(["under way"] if self.half.loads._by_ident or self.half.saves else []),
+            *(["under way"] if self.half.loads._by_ident or self.half.pending_stores() else []),
         ]

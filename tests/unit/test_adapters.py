@@ -48,7 +48,7 @@ def store(bench: Bench, adapter: Any) -> None:
     request = Request(256, lora_request=adapter)
     bench.half.matched(request, 0)
     bench.allocate(request, 0)
-    bench.acknowledge(bench.step(request, 256))
+    bench.acknowledge(bench.compute(request, 256))
     bench.half.finished(request.request_id)
 
 

@@ -15,12 +15,11 @@ from fakes import core as fake
 pytest.importorskip("vllm")
 
 from fakes import scheduler
-from lakecache import _scheduler
+from lakecache import _backlog, _scheduler
 from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import WorkerReport
 from lakecache._pages import Groups
-from lakecache._scheduler import KEY_BYTES
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 BLOCK, UNIT = 32, 16
 ATTENTION, STATES = 1, (0, 2)
@@ -51,7 +50,11 @@ class Bench(scheduler.Bench):
             get_block_ids=lambda _: more.get("tables", TABLES), boundary_state_offloads=offered
         )
         plan = self.half.plan_step(
-            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                num_scheduled_tokens=scheduled,
+                kv_connector_block_state=state,
+                total_num_scheduled_tokens=len(scheduled),
+            )
         )
         if request is not None:
             request.num_computed_tokens += tokens
@@ -73,7 +76,7 @@ class Bench(scheduler.Bench):
     def store(self, tokens: int, *offers: int, **more: Any) -> list[int]:
         """Compute a prompt in one step; gives the kinds of what was stored."""
         request = self.begin(tokens, **more)
-        plan = self.step(request, tokens, offers)
+        plan = self.compute(request, tokens, offers=offers)
         self.acknowledge(plan)
         self.half.report(None, [request.request_id], ())
         self.finish(request)
@@ -267,7 +270,7 @@ def test_with_a_drafter_the_last_boundary_is_a_unit_earlier(bench: Bench) -> Non
 
 def test_blocks_are_pinned_until_all_have_copied(bench: Bench) -> None:
     request = bench.begin(90)
-    plan = bench.step(request, 90, (80,))
+    plan = bench.compute(request, 90, offers=(80,))
     pinned = {block.block_id for block in bench.pool.blocks if block.ref_cnt}
     assert pinned == {1, 2, 3, 103, 203}
     bench.finish(request)
@@ -282,10 +285,9 @@ def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
     # vLLM offers again what was just loaded.
     assert bench.store(90, 80) == []
     one, other = bench.begin(120, seed=1), bench.begin(120, seed=1)
-    first = bench.step(one, 120, (112,))
-    second = bench.step(other, 120, (112,))
-    assert [kind for _, kind, *_ in first.stores].count(KIND_TAIL) == 1
-    assert [kind for _, kind, *_ in second.stores].count(KIND_TAIL) == 0
+    bench.step(one, 120, (112,))
+    first = bench.compute(other, 120, offers=(112,))
+    assert sorted(kind for _, kind, *_ in first.stores) == [*[KIND_CHUNK] * 3, KIND_TAIL]
     bench.acknowledge(first)
     for request in (one, other):
         bench.finish(request)
@@ -302,23 +304,29 @@ def test_half_an_offer_is_refused(bench: Bench) -> None:
     assert bench.half.total("states_dropped") == 1
 
 
-def test_a_state_waits_for_room_and_is_then_given_up(bench: Bench) -> None:
+def test_a_state_waits_for_room_and_is_then_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = bench.begin(90)
     bench.cache.pool.refuse_reserve = True
     bench.step(request, 90, (80,))
-    assert bench.half.pending_stores()
+    bench.step(request, 1)
+    assert bench.half.total("stores_put_off") == 1
     bench.cache.pool.refuse_reserve = False
     plan = bench.step(request, 1)
     assert sorted(kind for _, kind, *_ in plan.stores) == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
     bench.acknowledge(plan)
     bench.finish(request)
-    # Now for ever: the request ends without its chunks, and the state would have no use.
+    # Now for ever: the chunks are given up, and the state would have no use without them.
     request = bench.begin(90, seed=2)
     bench.cache.pool.refuse_reserve = True
-    bench.step(request, 90, (80,))
+    bench.compute(request, 90, offers=(80,))
     bench.finish(request)
     bench.step()
-    assert bench.half.total("states_dropped") == 1
+    assert bench.half.pending_stores()
+    monkeypatch.setattr(_backlog, "PUT_OFF_SECONDS", 0.0)
+    bench.step()
+    assert bench.half.total("stores_dropped") == bench.half.total("states_dropped") == 1
     assert bench.leaks() == []
 
 
@@ -329,7 +337,7 @@ def test_no_chunks_are_stored_that_no_state_needs(bench: Bench) -> None:
 
 def test_the_state_of_a_request_that_ends(bench: Bench) -> None:
     request = bench.begin(90)
-    bench.acknowledge(bench.step(request, 80))
+    bench.acknowledge(bench.compute(request, 80))
     bench.half.finished_tail(request, TABLES, entries(80))
     bench.finish(request)
     assert bench.half.pending_stores()

@@ -14,7 +14,7 @@ from fakes import core as fake
 pytest.importorskip("vllm")
 
 from fakes.scheduler import BLOCK, CHUNK, Bench, Request
-from lakecache import _scheduler
+from lakecache import _backlog, _scheduler
 from lakecache._metadata import IDLE, Handshake, WorkerReport
 from lakecache._support import KIND_CHUNK
 
@@ -46,11 +46,68 @@ def test_a_hit_ends_one_token_before_the_prompt_at_most(bench: Bench, tokens: in
 def test_only_computed_tokens_are_saved(bench: Bench) -> None:
     request = Request(300)
     bench.allocate(request, 0)
-    assert len(bench.step(request, 100).stores) == 1
-    assert len(bench.step(request, 27).stores) == 0
-    assert len(bench.step(request, 1).stores) == 1
-    assert len(bench.step(request, 172).stores) == 2
+    assert len(bench.compute(request, 100).stores) == 1
+    assert len(bench.compute(request, 27).stores) == 0
+    assert len(bench.compute(request, 1).stores) == 1
+    assert len(bench.compute(request, 172).stores) == 2
     assert bench.step(request, 1) is IDLE
+
+
+def test_the_step_that_computes_only_pins(bench: Bench) -> None:
+    request, other = Request(640), Request(64)
+    other.block_hashes = [bytes([100 + i]) * 32 for i in range(2)]
+    bench.allocate(request, 0)
+    assert bench.step(request, 640) is IDLE
+    assert bench.pool.pinned() == 20
+    # It ends before any of it is stored. The next step has nothing to compute: it is left alone.
+    bench.half.finished(request.request_id)
+    assert bench.step() is IDLE
+    # What comes later neither overtakes nor waits for all of it.
+    bench.allocate(other, 0)
+    plans = [bench.step(other, 64), *(bench.step() for _ in range(5))]
+    assert [len(plan.stores) for plan in plans] == [4, 0, 4, 3, 0, 0]
+    for plan in plans:
+        bench.acknowledge(plan)
+    bench.half.finished(other.request_id)
+    assert bench.leaks() == []
+    assert bench.half.matched(Request(640), 0) == (639, True)
+
+
+def test_more_is_stored_while_more_is_computed(bench: Bench) -> None:
+    request = Request(1280)
+    bench.allocate(request, 0)
+    assert bench.step(request, 640) is IDLE
+    bench.half._tokens_before = 640
+    assert len(bench.step(request, 640).stores) == 10
+
+
+def test_chunks_behind_one_without_room_wait_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 128)
+    bench.cache.pool.refuse_reserve = True
+    assert bench.step(request, 128) is IDLE
+    assert bench.step(request, 1) is IDLE
+    bench.cache.pool.refuse_reserve = False
+    plan = bench.step(request, 1)
+    stored = [array("i", ids).tolist() for *_, ids in plan.stores]
+    assert stored == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    assert bench.pool.pinned() == 8
+    assert bench.half.reset()
+    assert bench.pool.pinned() == 0
+    assert bench.step(request, 1) is IDLE
+    assert not bench.half.pending_stores()
 
 
 def test_repeated_lookups_hold_one_lease(bench: Bench) -> None:
@@ -144,7 +201,7 @@ def test_a_failed_start_is_reported_as_a_failed_load(bench: Bench) -> None:
 def test_a_negative_acknowledgement_abandons(bench: Bench) -> None:
     request = Request(128)
     bench.allocate(request, 0)
-    plan = bench.step(request, 128)
+    plan = bench.compute(request, 128)
     assert bench.half.pending_stores()
     assert bench.pool.pinned() == 4
     bench.acknowledge(plan, good=False)
@@ -161,7 +218,7 @@ def test_a_chunk_becomes_readable_when_every_rank_has_stored_it(
     bench = Bench(monkeypatch, tmp_path, ranks=2)
     request = Request(64)
     bench.allocate(request, 0)
-    plan = bench.step(request, 64)
+    plan = bench.compute(request, 64)
     bench.acknowledge(plan)
     assert bench.half.pending_stores()
     assert bench.half.matched(Request(128), 0) == (0, False)
@@ -178,11 +235,12 @@ def test_no_room_is_not_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(100):
         assert bench.step(request, 256) is IDLE
         request.num_computed_tokens = 0
-    assert bench.half._saving
+    assert bench.half.pending_stores()
     assert bench.half.counts["stores_put_off"] == 1
-    monkeypatch.setattr(_scheduler, "PUT_OFF_SECONDS", 0.0)
+    monkeypatch.setattr(_backlog, "PUT_OFF_SECONDS", 0.0)
     assert bench.step(request, 256) is IDLE
-    assert not bench.half._saving
+    assert not bench.half.pending_stores()
+    assert bench.pool.pinned() == 0
     assert bench.half.counts["stores_dropped"] == 1
 
 
@@ -193,7 +251,7 @@ def test_what_was_put_off_is_stored_when_there_is_room(bench: Bench) -> None:
     assert bench.step(request, 256) is IDLE
     request.num_computed_tokens = 256
     bench.cache.pool.refuse_reserve = False
-    assert len(bench.step(request, 1).stores) == 4
+    assert len(bench.compute(request, 1).stores) == 4
 
 
 @pytest.mark.parametrize("attribute", ["skip_reading_prefix_cache", "resumable"])
@@ -246,8 +304,6 @@ def test_a_plan_that_broke_off_still_reaches_the_workers(
     loading, first, second = Request(256), Request(100), Request(100)
     first.block_hashes = [bytes([100 + i]) * 32 for i in range(3)]
     second.block_hashes = [bytes([150 + i]) * 32 for i in range(3)]
-    bench.half.matched(loading, 0)
-    bench.allocate(loading, 255)
     for request in (first, second):
         bench.allocate(request, 0)
     reserve, calls = bench.cache.reserve, []
@@ -265,6 +321,9 @@ def test_a_plan_that_broke_off_still_reaches_the_workers(
         num_scheduled_tokens=scheduled, total_num_scheduled_tokens=len(scheduled),
         kv_connector_block_state=state,
     )  # fmt: skip
+    bench.half.plan_step(output)  # type: ignore[arg-type]
+    bench.half.matched(loading, 0)
+    bench.allocate(loading, 255)
     with pytest.raises(OSError, match="breaks"):
         bench.half.plan_step(output)  # type: ignore[arg-type]
     plan = bench.half.abandon_plan()
@@ -289,7 +348,7 @@ def test_one_report_that_fails_does_not_lose_the_others(
     bench.half.matched(loading, 0)
     bench.allocate(loading, 255)
     bench.allocate(storing, 0)
-    plan = bench.step(storing, 256)
+    plan = bench.compute(storing, 256)
     assert len(plan.stores) == 4
 
     def refuse(*_: Any) -> None:
@@ -318,7 +377,7 @@ def test_what_a_failed_load_lost_is_stored_anew(bench: Bench) -> None:
     # vLLM asks again from the beginning. Only the first file was read, and is known to be bad.
     assert bench.half.matched(request, 0) == (0, False)
     bench.allocate(request, 0)
-    plan = bench.step(request, 256)
+    plan = bench.compute(request, 256)
     assert plan.stores
     bench.acknowledge(plan)
     bench.half.finished(request.request_id)
@@ -328,7 +387,7 @@ def test_what_a_failed_load_lost_is_stored_anew(bench: Bench) -> None:
 def test_preempted_while_its_chunks_are_saved(bench: Bench) -> None:
     request = Request(256)
     bench.allocate(request, 0)
-    plan = bench.step(request, 200)
+    plan = bench.compute(request, 200)
     assert len(plan.stores) == 3
     assert bench.pool.pinned() == 6
     # vLLM takes the blocks away; the pins keep them until they are copied.
@@ -347,7 +406,7 @@ def test_preempted_while_its_chunks_are_saved(bench: Bench) -> None:
     bench.half.report(None, [request.request_id], ())
     request.num_computed_tokens = 192
     bench.allocate(request, 0)
-    plan = bench.step(request, 64)
+    plan = bench.compute(request, 64)
     assert len(plan.stores) == 1
     bench.acknowledge(plan)
     bench.half.finished(request.request_id)
@@ -392,7 +451,7 @@ def test_reset_with_a_load_and_stores_under_way(bench: Bench) -> None:
     bench.half.matched(loading, 0)
     bench.allocate(loading, 255)
     bench.allocate(storing, 0)
-    begun = bench.step(storing, 200)
+    begun = bench.compute(storing, 200)
     assert len(begun.stores) == 3
     assert bench.half.reset()
     plan = bench.step(storing, 56)
