@@ -133,13 +133,16 @@ def test_decoded_tokens_are_saved(site: Site) -> None:
 def test_flipped_bytes_in_memory_are_refused(site: Site) -> None:
     engine = site.start(1)["tight"]
     tokens = prompt(500, 2 * CHUNK + 10)
-    (cold,) = engine.ask(tokens)
+    engine.ask(tokens)
+    (native,) = engine.ask(tokens)
+    noise = native_noise([native], engine.ask(tokens))
     assert site.flip_in_memory("tight") >= 2
     engine.forget_gpu()
     (answer,) = engine.ask(tokens)
     assert engine.count("loads_failed") > 0
-    assert answer["tokens"] == cold["tokens"]
-    assert difference(cold, answer) < 0.5
+    # What memory got wrong is right on disk, and is loaded from there.
+    assert answer["cached"] == 2 * CHUNK
+    assert difference(native, answer) <= noise
 
 
 # From here on the engines are restarted, and the pools are gone.
