@@ -13,4 +13,4 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
 fi
 export PYTHONPATH="$PWD/python:$PWD/scripts:$PWD/tests:$PWD/tests/gpu:$PWD/benches${PYTHONPATH:+:$PYTHONPATH}"
 exec "${PYTHON:-python3}" -m pytest -m gpu -p no:cacheprovider --continue-on-collection-errors \
-    --durations=15 "$@"
+    --tb=short --durations=15 "$@"
