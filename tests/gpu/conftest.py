@@ -26,19 +26,20 @@ class Teller:
     """Says at once how each test of this folder went: a machine's time may end before pytest's."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.plugins = config.pluginmanager
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self.terminal is None or not report.nodeid.startswith("tests/gpu/"):
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if terminal is None or not report.nodeid.startswith("tests/gpu/"):
             return
         if report.when == "call" or not report.passed:
-            self.terminal.ensure_newline()
-            self.terminal.write_line(
+            terminal.ensure_newline()
+            terminal.write_line(
                 f"{report.nodeid}: {report.when} {report.outcome} after {report.duration:.1f} s"
             )
             if report.failed:
-                self.terminal.write_line(report.longreprtext)
-            self.terminal.flush()
+                terminal.write_line(report.longreprtext)
+            terminal.flush()
 
 
 def pytest_configure(config: pytest.Config) -> None:
