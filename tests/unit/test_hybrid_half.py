@@ -53,7 +53,7 @@ class Bench(scheduler.Bench):
             SimpleNamespace(  # type: ignore[arg-type]
                 num_scheduled_tokens=scheduled,
                 kv_connector_block_state=state,
-                total_num_scheduled_tokens=len(scheduled),
+                total_num_scheduled_tokens=self.total(scheduled),
             )
         )
         if request is not None:
