@@ -351,6 +351,14 @@ class StepClock:
         self._last_end = now
         return now if mine else None
 
+    def remaining(self) -> float:
+        """Predict how long the steps with prefill that are under way will still take."""
+        end = self._last_end
+        for step in self._open:
+            if step.done is not None:
+                end = max(end, step.begin) + self._prefill.fit.seconds(step.done)
+        return max(end - time.monotonic(), 0.0) if self._open else 0.0
+
     def _measured(self, step: OpenStep, seconds: float, now: float) -> None:
         assert step.done is not None
         if not step.loading:

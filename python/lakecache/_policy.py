@@ -161,11 +161,13 @@ class LoadPolicy:
         compute = self.prefill.seconds(hit.local, hit.tokens)
         if compute is None:
             return len(hit.ends)
-        times = [compute]
+        # Computing waits for what is being computed; a load goes on meanwhile.
+        wait = self.clock.remaining()
+        times = [wait + compute]
         for end, memory, disk in zip(hit.ends, hit.memory, hit.disk, strict=True):
             rest = self.prefill.seconds(end, hit.tokens) or 0.0
             load = self.load_seconds(memory, disk, same_step=hit.same_step and not disk)
-            times.append(load + rest)
+            times.append(max(wait, load) + rest)
         best = min(range(len(times)), key=lambda index: (times[index], -index))
         chosen = best
         if best < len(hit.ends):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fakes.engines import CHUNK, TOKEN_BYTES, Clock, Engine, fast_gpu, slow_cpu
+from fakes.engines import CHUNK, TOKEN_BYTES, Clock, Engine, fast_gpu, slow_cpu, step
 from lakecache import _policy
 from lakecache._policy import Choice, Hit, LoadPolicy
 
@@ -72,6 +72,29 @@ def test_what_is_under_way_counts(clock: Clock) -> None:
     for ident in range(-4, 0):
         engine.policy.load_ended(ident, good=False)
     assert engine.chunks(8192, memory=32) == 32
+
+
+def test_a_load_need_not_wait_for_what_is_computed(clock: Clock) -> None:
+    engine = Engine(clock)
+    engine.disk = 12e9
+    engine.learn()
+    alone = engine.policy.prefill.seconds(0, 8192)
+    assert alone is not None
+    assert engine.chunks(8192, memory=0, disk=32) == 0
+    # Two prompts are being computed: what is loaded meanwhile is there when they are done.
+    engine.policy.clock.planned(step([("r", 0, 8192)]))
+    engine.policy.clock.planned(step([("r", 0, 8192)]))
+    assert engine.policy.clock.remaining() == pytest.approx(2 * alone, rel=0.1)
+    assert engine.chunks(8192, memory=0, disk=32) == 32
+    # The first has ended, and the second nearly so.
+    clock.now += alone
+    engine.policy.clock.ended()
+    clock.now += 0.9 * alone
+    assert engine.policy.clock.remaining() == pytest.approx(0.1 * alone, rel=0.5)
+    assert engine.chunks(8192, memory=0, disk=32) == 0
+    # A step that does not come back is not waited for.
+    clock.now += 100 * alone
+    assert engine.policy.clock.remaining() == 0
 
 
 def test_what_the_gpu_holds_is_no_reason_to_load(clock: Clock) -> None:
