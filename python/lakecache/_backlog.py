@@ -94,6 +94,10 @@ class Backlog:
         """Whether chunks of this request are left."""
         return any(run.tracked is tracked for run in self._runs)
 
+    def moves(self) -> bool:
+        """Whether chunks will get slots in the next steps, as far as can be seen."""
+        return any(run.put_off is None for run in self._runs)
+
     def append(self, run: Run) -> None:
         """Take over pinned chunks."""
         self._runs.append(run)

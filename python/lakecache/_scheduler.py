@@ -543,6 +543,10 @@ class SchedulerHalf:
         """Whether blocks are pinned for copies that the workers have not acknowledged."""
         return bool(self.saves or self.backlog)
 
+    def pending_frees(self) -> bool:
+        """Whether pins will soon go. Those that wait for room in the store may take seconds."""
+        return bool(self.saves) or self.backlog.moves()
+
     def pending(self) -> bool:
         """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
         return self.pending_stores() or self.loads.within_step()

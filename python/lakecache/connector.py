@@ -356,7 +356,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether pins will soon go, so that waiting beats preempting."""
-        return self.scheduler is not None and self.scheduler.pending_stores()
+        return self.scheduler is not None and self.scheduler.pending_frees()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for the workers' acknowledgements."""

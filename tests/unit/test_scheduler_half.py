@@ -105,6 +105,25 @@ def test_chunks_behind_one_without_room_wait_with_it(
     assert bench.leaks() == []
 
 
+def test_the_engine_preempts_rather_than_wait_for_room(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    assert bench.half.pending_frees()
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 1)
+    # Nobody knows when the store has room again.
+    assert not bench.half.pending_frees()
+    assert bench.half.pending_stores()
+    bench.cache.pool.refuse_reserve = False
+    plan = bench.step(request, 1)
+    assert bench.half.pending_frees()
+    bench.acknowledge(plan)
+    assert not bench.half.pending_frees()
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
 def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
     request = Request(256)
     bench.allocate(request, 0)
