@@ -30,10 +30,12 @@ class Engine:
 
         connector = settings.pop("connector", "LakeCacheConnector")
         module = "hybrid" if connector.startswith("Hybrid") else "connector"
+        # None: the name alone, which vLLM knows from the plugin.
+        path = settings.pop("module_path", f"lakecache.{module}")
         if extra is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": connector,
-                "kv_connector_module_path": f"lakecache.{module}",
+                "kv_connector_module_path": path,
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 # What is in the store is loaded, also where this tiny model computes faster.

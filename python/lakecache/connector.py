@@ -1,7 +1,6 @@
 """LakeCache's KV connectors for vLLM 0.32.
 
-    --kv-transfer-config '{"kv_connector": "LakeCacheConnector",
-        "kv_connector_module_path": "lakecache.connector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "LakeCacheConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"cache_dir": "/var/cache/lakecache", "cpu_bytes": "8GiB"}}'
 

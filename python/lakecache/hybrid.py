@@ -1,7 +1,6 @@
 """The connector for hybrid models, such as Qwen3.5: attention and Gated DeltaNet.
 
-    --kv-transfer-config '{"kv_connector": "HybridCheckpointConnector",
-        "kv_connector_module_path": "lakecache.hybrid", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "HybridCheckpointConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"cache_dir": "/var/cache/lakecache", "cpu_bytes": "8GiB"}}'
 

@@ -1,4 +1,4 @@
-"""Two ranks, each with a half of every object."""
+"""Two ranks, each with a half of every object and a process that learns the name by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_engine import difference, engine, prompt
 def test_two_ranks(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     tokens = prompt(300, 6)
-    with engine(places, tensor_parallel_size=2) as pair:
+    with engine(places, tensor_parallel_size=2, module_path=None) as pair:
         cold = pair.generate([tokens])[0]
         pair.forget_gpu()
         memory = pair.generate([tokens])[0]
