@@ -10,7 +10,6 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
-    "CorruptObjectError",
     "DeadlineError",
     "EngineUnavailableError",
     "LakeCacheError",
@@ -54,7 +53,3 @@ class DeadlineError(LakeCacheError, TimeoutError):
 
 class LeaseLostError(LakeCacheError, RuntimeError):
     """An object that was leased is gone. Compute it again."""
-
-
-class CorruptObjectError(LakeCacheError, RuntimeError):
-    """Stored bytes are not what was written. The object is quarantined; treat it as a miss."""

@@ -12,8 +12,6 @@ pub enum ErrorKind {
     PoolIncompatible,
     /// Memory or disk space, or a limit, does not allow it: shrink, or skip the store.
     NoSpace,
-    /// A stored object's bytes are not what was stored: counts as a miss.
-    Corrupt,
     /// A system call failed; the source has the code.
     Io,
     /// A facility asked for by name is missing here.

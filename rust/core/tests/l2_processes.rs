@@ -168,7 +168,8 @@ fn work(dir: &Path, seed: u64) {
         let n = random % KEYS;
         if (random >> 32).is_multiple_of(4) {
             if let Some(lease) = store.lease(&key(n)).expect("a working disk") {
-                let header = store.read_header(&lease).expect("an intact header");
+                let header = store.read_header(&lease).expect("a working disk");
+                let header = header.expect("an intact header");
                 assert_eq!(header.payload_checksum, checksum(&payload(n)));
             }
             store.touch(&[key(n - n % 4), key(n)]);

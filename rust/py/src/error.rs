@@ -7,7 +7,6 @@ mod classes {
     pyo3::import_exception!(lakecache.errors, CapacityError);
     pyo3::import_exception!(lakecache.errors, ClosedError);
     pyo3::import_exception!(lakecache.errors, ConfigError);
-    pyo3::import_exception!(lakecache.errors, CorruptObjectError);
     pyo3::import_exception!(lakecache.errors, DeadlineError);
     pyo3::import_exception!(lakecache.errors, EngineUnavailableError);
     pyo3::import_exception!(lakecache.errors, PoolIncompatibleError);
@@ -23,7 +22,6 @@ pub(crate) fn to_python(error: Error) -> PyErr {
         ErrorKind::Config => ConfigError::new_err(text),
         ErrorKind::PoolIncompatible => classes::PoolIncompatibleError::new_err(text),
         ErrorKind::NoSpace => classes::CapacityError::new_err((error.errno().unwrap_or(28), text)),
-        ErrorKind::Corrupt => classes::CorruptObjectError::new_err(text),
         ErrorKind::Unavailable => classes::EngineUnavailableError::new_err(text),
         ErrorKind::Closed | ErrorKind::Forked => ClosedError::new_err(text),
         ErrorKind::Timeout => classes::DeadlineError::new_err(text),

@@ -7,14 +7,12 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use super::publish::temporary_prefix;
-use super::table::{Outcome, Snapshot, State};
-use super::{DiskStore, ESTIMATES, Finish, LOCK_WAIT, MANIFEST, count};
-use crate::{Error, Namespace, Result, sys};
+use super::table::{Outcome, Snapshot};
+use super::{DiskStore, Finish, LOCK_WAIT, count};
+use crate::{Result, sys};
 
 /// Victims at a time.
 const BATCH: usize = 64;
-/// Records looked at in one hold of the lock.
-const REMOVE_BATCH: u32 = 64;
 /// Objects being read that are passed over in one search for room.
 const LEASED_MAX: usize = 512;
 
@@ -150,34 +148,6 @@ impl DiskStore {
         }
         Ok(whole)
     }
-
-    /// Removes every object of a namespace that is not being read, and the directories that this
-    /// leaves empty; how many objects are gone.
-    pub fn remove_namespace(&self, namespace: &Namespace) -> Result<u64> {
-        let mut gone = 0;
-        let end = self.table.high_water();
-        for first in (0..end).step_by(REMOVE_BATCH as usize) {
-            let last = end.min(first.saturating_add(REMOVE_BATCH));
-            let victims = self.write_lock(LOCK_WAIT.into(), |writer| {
-                let mut victims = Vec::new();
-                for i in first..last {
-                    let ours = self.table.read(i).filter(|record| {
-                        record.word.state() == State::Present
-                            && self.pool.namespace(record.namespace) == Some(*namespace)
-                    });
-                    victims.extend(ours.and_then(|_| self.table.condemn_one(writer, i)));
-                }
-                victims
-            })?;
-            let Some(victims) = victims else {
-                return Err(Error::new(crate::ErrorKind::Timeout, "the writer lock is held"));
-            };
-            let (_, busy) = self.remove_victims(&victims)?;
-            gone += (victims.len() - busy) as u64;
-        }
-        remove_empty(&self.namespace_dir(namespace))?;
-        Ok(gone)
-    }
 }
 
 /// Removes what has the name, unless it is a file that somebody is at.
@@ -191,22 +161,4 @@ pub(super) fn remove_idle(path: &Path) -> Result<Fate> {
         Err(error) => return Err(error),
     };
     Ok(if sys::file::remove(path)? { Fate::Removed } else { Fate::Missing })
-}
-
-/// Removes a namespace's directories, as far as they are empty but for the manifest and what was
-/// learned about its loads. A writer that finds its directory gone makes it again.
-fn remove_empty(dir: &Path) -> Result<()> {
-    let mut empty = true;
-    for entry in sys::object::list(dir)? {
-        let path = dir.join(&entry.name);
-        let about = [MANIFEST, ESTIMATES].contains(&entry.name.as_str());
-        empty &= about || (entry.is_dir && sys::object::remove_dir(&path));
-    }
-    if empty {
-        for name in [MANIFEST, ESTIMATES] {
-            sys::file::unlink(&dir.join(name))?;
-        }
-        sys::object::remove_dir(dir);
-    }
-    Ok(())
 }

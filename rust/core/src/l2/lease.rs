@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use super::format::{Header, Page};
 use super::table::{Outcome, Snapshot, State};
 use super::{Damage, DiskStore, Finish, LOCK_WAIT, Negative, count, locked};
-use crate::{Error, ErrorKind, Namespace, ObjectKey, Result, sys};
+use crate::{Error, Namespace, ObjectKey, Result, sys};
 
 /// Damaged keys to remember; when more turn up, the first are forgotten and found again.
 const NEGATIVES_MAX: usize = 64 << 10;
@@ -96,14 +96,11 @@ impl DiskStore {
         Ok(Some(lease))
     }
 
-    /// Reads and checks the header. A damaged one is quarantined here, and [`ErrorKind::Corrupt`].
-    pub fn read_header(&self, lease: &DiskLease) -> Result<Header> {
+    /// Reads and checks the header. `None`: it is damaged, and the object is out of the store.
+    pub fn read_header(&self, lease: &DiskLease) -> Result<Option<Header>> {
         let path = self.path(&lease.namespace, &lease.info.key);
-        let verdict = header_of(&lease.file, &path)?;
-        verdict.and_then(|header| lease.check(header)).map_err(|damage| {
-            self.quarantine(lease, damage);
-            Error::new(ErrorKind::Corrupt, format!("{}: {damage}", path.display()))
-        })
+        let verdict = header_of(&lease.file, &path)?.and_then(|header| lease.check(header));
+        Ok(verdict.inspect_err(|damage| self.quarantine(lease, *damage)).ok())
     }
 
     /// Takes a damaged object out of the store: counted, and a miss until it is published anew.

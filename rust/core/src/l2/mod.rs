@@ -50,8 +50,6 @@ const TOUCHES_MAX: usize = 64 << 10;
 /// Times that a directory may be removed under whoever makes a file in it.
 const DIR_ATTEMPTS: usize = 32;
 const MANIFEST: &str = "manifest.json";
-/// Written by the Python half.
-const ESTIMATES: &str = "estimates.json";
 const SCANNING: u64 = 0;
 const IN_USE: u64 = 1;
 

@@ -440,17 +440,6 @@ impl Table {
         victims
     }
 
-    /// Marks one present object DYING and ours.
-    pub(super) fn condemn_one(&self, writer: &mut Writer, i: u32) -> Option<Snapshot> {
-        let word = self.word(i);
-        if word.state() != State::Present {
-            return None;
-        }
-        self.list().unlink(writer, i);
-        self.set_word(i, word.with(State::Dying, writer.pool().member()));
-        self.read(i)
-    }
-
     /// Takes over records whose owners died.
     pub(super) fn adopt_orphans(&self, writer: &mut Writer, most: usize) -> Vec<Snapshot> {
         let owner = writer.pool().member();

@@ -102,7 +102,7 @@ fn put(store: &DiskStore, n: u32, bytes: u64) -> Written {
 
 fn get(store: &DiskStore, n: u32) -> Option<Vec<u8>> {
     let lease = store.lease(&key(n)).unwrap()?;
-    let header = store.read_header(&lease).ok()?;
+    let header = store.read_header(&lease).unwrap()?;
     let mut bytes = vec![0; usize::try_from(header.payload_bytes).unwrap()];
     let path = store.path(&NAMESPACE, &key(n));
     fs::File::open(path).unwrap().read_exact_at(&mut bytes, format::HEADER_BYTES).unwrap();
@@ -377,44 +377,35 @@ fn a_vanished_file_is_a_miss_and_its_bytes_come_back() {
 }
 
 #[test]
-fn the_manifest_is_readable_and_a_namespace_can_go() {
+fn the_manifest_is_readable() {
     let rig = Rig::new(None);
     let store = rig.open();
     store.write_manifest(&NAMESPACE, "{\"model\": \"tiny\"}").unwrap();
     let path = rig.cache_dir().join(NAMESPACE.hex()).join("manifest.json");
     assert_eq!(fs::read_to_string(path).unwrap(), "{\"model\": \"tiny\"}");
-    fs::write(store.namespace_dir(&NAMESPACE).join("estimates.json"), "{}").unwrap();
-    (0..100).for_each(|n| assert_eq!(put(&store, n, 10), Written::Stored));
-    assert_eq!(store.remove_namespace(&NAMESPACE).unwrap(), 100);
-    assert_eq!((rig.bytes(), store.gauges().bytes), (0, 0));
-    assert!(!store.namespace_dir(&NAMESPACE).exists(), "nor are there directories");
-    store.check().unwrap();
-    // What is being read stays, with its directory.
-    put(&store, 1, 10);
-    put(&store, 2, 10);
-    let lease = store.lease(&key(1)).unwrap().unwrap();
-    assert_eq!(store.remove_namespace(&NAMESPACE).unwrap(), 1);
-    assert!(has(&store, 1) && store.path(&NAMESPACE, &key(1)).exists());
-    drop(lease);
 }
 
 #[test]
-fn stores_and_the_removal_of_their_namespace_do_not_fail_each_other() {
-    let rig = Rig::new(None);
+fn stores_and_the_removal_of_empty_directories_do_not_fail_each_other() {
+    // So few that most stores leave an empty directory behind, and begin in a new one.
+    let rig = Rig::new(Some(4 * 8192));
     let store = rig.open();
+    let mut removed = 0;
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
             for n in 0..300 {
-                store.write_manifest(&NAMESPACE, "{}").unwrap();
                 assert_eq!(put(&store, n, 10), Written::Stored);
             }
         });
         while !writer.is_finished() {
-            store.remove_namespace(&NAMESPACE).unwrap();
+            for entry in fs::read_dir(store.namespace_dir(&NAMESPACE)).into_iter().flatten() {
+                removed += u32::from(fs::remove_dir(entry.unwrap().path()).is_ok());
+            }
             // A writer tries a bounded number of times: nobody removes without a pause.
             std::thread::sleep(Duration::from_millis(1));
         }
     });
+    assert!(removed > 0);
     assert_eq!(store.gauges().errors, 0);
     assert_eq!(store.gauges().bytes, rig.bytes());
     store.check().unwrap();
