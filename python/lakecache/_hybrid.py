@@ -76,11 +76,8 @@ class HybridSchedulerHalf(SchedulerHalf):
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Answer how far beyond `local` the deepest checkpoint is; hold a lease on all of it."""
         # vLLM asks behind whole blocks, and which chunks a state needs is counted from there.
-        if request.skip_reading_prefix_cache or request.resumable or local % self.block:
-            return 0, False
-        tracked = self._track(request)
-        tracked.local = local
-        if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
+        tracked = None if local % self.block else self._asking(request, local)
+        if tracked is None:
             return 0, False
         answer = self._lease_checkpoint(tracked, local)
         # Before it cuts the prompt into steps: have vLLM keep the state here, too.

@@ -161,10 +161,8 @@ class SchedulerHalf:
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Answer how many tokens beyond `local` can be loaded; hold a lease on them."""
-        if request.skip_reading_prefix_cache or request.resumable:
-            return 0, False
-        tracked = self._track(request)
-        if tracked.load is not None or tracked.failures >= LOAD_ATTEMPTS:
+        tracked = self._asking(request, local)
+        if tracked is None:
             return 0, False
         # Less than a block is computed faster than it is loaded, and is what remains of a prompt
         # that the GPU holds up to its last block.
@@ -188,9 +186,17 @@ class SchedulerHalf:
         if end - local < self.block:
             self._drop_lease(tracked)
             return 0, False
-        tracked.local = local
         tracked.same_step = self._fits_step(tracked, -(-end // self.chunk) - first)
         return end - local, not tracked.same_step
+
+    def _asking(self, request: Request, local: int) -> Tracked | None:
+        """Track a request that asks what lies beyond `local`; None if it may not load."""
+        if request.skip_reading_prefix_cache or request.resumable:
+            return None
+        tracked = self._track(request)
+        tracked.local = local
+        loads = tracked.load is None and tracked.failures < LOAD_ATTEMPTS
+        return tracked if loads else None
 
     def _fits_step(self, tracked: Tracked, chunks: int) -> bool:
         """Whether to load within this step: all in memory, and nobody else to be held up.
