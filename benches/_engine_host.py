@@ -21,6 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from _disk import drop_page_cache, folder_bytes
+
 # Between a request and the next measurement the GPU waits for the host and lowers its clocks.
 BURN_SECONDS = 0.1
 SETTLE_SECONDS = 60.0
@@ -38,31 +40,6 @@ def tokens_of(seed: int, length: int, vocabulary: int, shared: int = 0, family: 
         common = numpy.random.default_rng([2, family]).integers(10, vocabulary - 10, shared)
         own[:shared] = common
     return own.tolist()
-
-
-def folder_bytes(folder: str | None) -> int:
-    """Bytes of all files below a folder; files may vanish meanwhile."""
-    total = 0
-    for root, _, names in os.walk(folder) if folder else ():
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += Path(root, name).stat().st_blocks * 512
-    return total
-
-
-def drop_page_cache(folder: str) -> None:
-    """Have the next reads of a folder's files come from the disk."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            try:
-                descriptor = os.open(Path(root, name), os.O_RDONLY)
-            except OSError:
-                continue
-            try:
-                os.fdatasync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 def _difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

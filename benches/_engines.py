@@ -1,270 +1,30 @@
-"""What the engine benches share: model shapes, arms, engines in process groups, tables, records."""
+"""vLLM engines in process groups of their own, driven by JSON lines, and their ends."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import itertools
 import json
 import math
-import mmap
 import os
-import platform
-import random
 import select
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _arms import engine_settings, transfer_config, watched_folder
+from _models import MODELS, write_model
+from _workplace import Workplace, progress
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHES = ROOT / "benches"
-GIB = 1 << 30
 START_SECONDS = 420.0
 CALL_SECONDS = 240.0
-LOG_BYTES = 100_000
-LMCACHE_PORT = 6555
-UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 40960,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-_HYBRID_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
-
-# The shapes of the published models; the weights are made up by vLLM (load_format=dummy).
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-tiny": _QWEN3
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "head_dim": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "vocab_size": 512,
-        "eos_token_id": 256,
-        "bos_token_id": 257,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-    "qwen3.5-35b-a3b": {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "attention_bias": False,
-        "eos_token_id": 248044,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "initializer_range": 0.02,
-        "layer_types": _HYBRID_LAYERS * 10,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "moe_intermediate_size": 512,
-        "num_attention_heads": 16,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "shared_expert_intermediate_size": 512,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 248320,
-    },
-}
-MODELS["qwen3.5-tiny"] = MODELS["qwen3.5-35b-a3b"] | {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
-    "layer_types": _HYBRID_LAYERS,
-    "max_position_embeddings": 4096,
-    "vocab_size": 512,
-    "eos_token_id": 256,
-}
-
-ARMS = ("none", "null", "offloading", "tiering", "lmcache", "lakecache", "lakecache-always")
-
-
-def kv_bytes_per_token(model: str) -> int:
-    """Bytes of attention KV that one token takes in all layers, in two-byte numbers."""
-    shape = MODELS[model]
-    layers = shape.get("layer_types", ["full_attention"] * shape["num_hidden_layers"])
-    full = sum(kind == "full_attention" for kind in layers)
-    return full * 2 * shape["num_key_value_heads"] * shape["head_dim"] * 2
-
-
-def state_bytes(model: str) -> int:
-    """Bytes of one recurrent state of all linear-attention layers (conv bf16, recurrent fp32)."""
-    shape = MODELS[model]
-    layers = shape.get("layer_types", []).count("linear_attention")
-    if not layers:
-        return 0
-    keys = shape["linear_num_key_heads"] * shape["linear_key_head_dim"]
-    values = shape["linear_num_value_heads"] * shape["linear_value_head_dim"]
-    conv = (shape["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * 2
-    return layers * (conv + values * shape["linear_key_head_dim"] * 4)
-
-
-def write_model(model: str, folder: Path) -> Path:
-    """Make a model folder that holds nothing but its shape."""
-    place = folder / model
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "config.json").write_text(json.dumps(MODELS[model], indent=1))
-    return place
-
-
-class Workplace:
-    """Where a run keeps what it writes: a scratch folder, removed at the end, and a record."""
-
-    def __init__(self, output: Path | None, scratch: Path | None) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="lakecache-bench-", dir=scratch))
-        self.ram = Path(tempfile.mkdtemp(prefix="lakecache-bench-", dir="/dev/shm"))
-        self.output = output
-        atexit.register(self.remove)
-
-    def remove(self) -> None:
-        """Delete everything but the record."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        shutil.rmtree(self.ram, ignore_errors=True)
-
-    def save(self, record: dict[str, Any]) -> None:
-        """Write the record as far as it goes, so that a run cut short leaves its results."""
-        if self.output is None:
-            return
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.output.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1) + "\n")
-        partial.replace(self.output)
-
-
-def transfer_config(arm: str, place: Workplace, options: Any) -> dict[str, Any] | None:
-    """The KVTransferConfig of an arm, or None."""
-    if arm == "none":
-        return None
-    base = {"kv_role": "kv_both"}
-    cpu, disk = int(options.cpu_gib * GIB), int(options.disk_gib * GIB)
-    if arm == "null":
-        return base | {"kv_connector": "NullConnector", "kv_connector_module_path": "_engine_hooks"}
-    if arm in {"offloading", "tiering"}:
-        extra: dict[str, Any] = {"cpu_bytes_to_use": cpu}
-        if options.rival_block:
-            extra["block_size"] = options.rival_block
-        if arm == "tiering":
-            extra["spec_name"] = "TieringOffloadingSpec"
-            extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(place.scratch / "tiering")}]
-        return base | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-    if arm == "lmcache":
-        return base | {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://localhost",
-                "lmcache.mp.port": LMCACHE_PORT,
-            },
-        }
-    extra = {
-        "cpu_bytes": cpu,
-        "cache_dir": str(place.scratch / arm),
-        "ram_dir": str(place.ram / arm),
-        "disk_capacity_bytes": disk,
-        "load_policy": "always" if arm == "lakecache-always" else "auto",
-        **options.lakecache,
-    }
-    return base | {
-        "kv_connector": "LakeCacheConnector",
-        "kv_connector_module_path": "lakecache.connector",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def watched_folder(arm: str, place: Workplace) -> str | None:
-    """The folder whose growth says that a rival still writes; LakeCache can be asked."""
-    return str(place.scratch / arm) if arm in {"tiering", "lmcache"} else None
-
-
-def engine_settings(model: str, options: Any, lengths: Iterable[int]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, the same for every arm."""
-    longest = max(lengths)
-    settings: dict[str, Any] = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": longest + 512,
-        "max_num_seqs": options.max_num_seqs,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": int(options.kv_gib * GIB),
-        "seed": 0,
-    }
-    if options.device == "cpu":
-        settings |= {"dtype": "bfloat16", "enforce_eager": True, "block_size": 32}
-        # By name, because vLLM's CPU platform replaces "uni" where the core has its own process.
-        settings["distributed_executor_backend"] = UNIPROC
-        most = MODELS[model]["max_position_embeddings"] if model in MODELS else longest + 512
-        settings["max_model_len"] = min(longest + 512, most)
-    else:
-        settings |= {"dtype": "bfloat16", "gpu_memory_utilization": options.gpu_share}
-        settings["distributed_executor_backend"] = "uni"
-    if options.enforce_eager:
-        settings["enforce_eager"] = True
-    return settings | options.engine
 
 
 class Host:
@@ -287,7 +47,7 @@ class Host:
         if self.switched:
             settings["kv_transfer_config"] = {
                 "kv_connector": "SwitchConnector",
-                "kv_connector_module_path": "_engine_hooks",
+                "kv_connector_module_path": "_connectors",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"arms": connected},
@@ -463,144 +223,6 @@ def start_hosts(hosts: Sequence[Host], *, one_by_one: bool = False) -> None:
             progress(f"{host.name}: ready after {host.ready_s:.1f} s")
 
 
-class LmcacheServer:
-    """LMCache's own server, in a process group of its own."""
-
-    def __init__(self, place: Workplace, cpu_gib: float) -> None:
-        self._log = place.scratch / "lmcache-server.log"
-        folder = place.scratch / "lmcache"
-        folder.mkdir(exist_ok=True)
-        adapter = json.dumps({"type": "fs_native", "base_path": str(folder), "num_workers": 8})
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(LMCACHE_PORT),
-                 "--http-port", "8099", "--l1-size-gb", f"{cpu_gib:.0f}",
-                 "--eviction-policy", "LRU", "--chunk-size", "256", "--l2-adapter", adapter],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        atexit.register(self.stop)
-        deadline = time.monotonic() + 120
-        while "startup complete" not in self._log.read_text(errors="replace"):
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                tail = self._log.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"LMCache's server did not start:\n{tail}")
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        """End it, and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def disk_bandwidth(folder: Path, nbytes: int, threads: int = 8, block: int = 4 << 20) -> dict:
-    """O_DIRECT bandwidth of a folder's disk, GB/s, several threads, fresh random bytes."""
-    path = folder / "bandwidth"
-    nbytes -= nbytes % (threads * block)
-    flags = getattr(os, "O_DIRECT", 0)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
-    except OSError:
-        flags = 0
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    rates: dict[str, Any] = {"bytes": nbytes, "threads": threads, "direct": bool(flags)}
-
-    def run(index: int, write: bool) -> None:
-        buffer = mmap.mmap(-1, block)
-        if write:
-            buffer.write(os.urandom(block))
-        for offset in range(index * block, nbytes, threads * block):
-            if write:
-                os.pwrite(descriptor, buffer, offset)
-            else:
-                os.preadv(descriptor, [buffer], offset)
-
-    try:
-        for name, write in (("write", True), ("read", False)):
-            if not flags and not write:
-                os.fdatasync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            workers = [threading.Thread(target=run, args=(i, write)) for i in range(threads)]
-            started = time.perf_counter()
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            rates[name] = nbytes / (time.perf_counter() - started) / 1e9
-    finally:
-        os.close(descriptor)
-        path.unlink()
-    return rates
-
-
-def describe_machine() -> dict[str, Any]:
-    """What a record has to say about where it was made."""
-    versions: dict[str, Any] = {}
-    from importlib import metadata
-
-    for name in ("vllm", "torch", "triton", "lmcache"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    gpu = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpu = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
-    commit = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "gpu": gpu or None,
-        "cpus": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "shm_bytes": shutil.disk_usage("/dev/shm").total,
-    }
-
-
-def progress(text: str) -> None:
-    """Say what happens now, with the seconds since the start."""
-    print(f"[{time.perf_counter() - _BEGIN:6.1f}] {text}", flush=True)
-
-
-_BEGIN = time.perf_counter()
-
-
-# Statistics and tables
-
-
-def median(samples: Sequence[float]) -> float:
-    """The median, or NaN of nothing."""
-    return statistics.median(samples) if samples else math.nan
-
-
-def interval(samples: Sequence[float], repeats: int = 2000) -> tuple[float, float]:
-    """95 % interval of the median, by resampling with a fixed seed."""
-    if len(samples) < 2:
-        return math.nan, math.nan
-    chance = random.Random(1)
-    seen = sorted(
-        statistics.median(chance.choices(samples, k=len(samples))) for _ in range(repeats)
-    )
-    return seen[int(0.025 * repeats)], seen[int(0.975 * repeats)]
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """A quantile by nearest rank, or NaN of nothing."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
-
-
-def summary(samples: Sequence[float]) -> str:
-    """Median and range."""
-    if not samples:
-        return "-"
-    return f"{median(samples):.2f} [{min(samples):.2f}-{max(samples):.2f}]"
-
-
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of two answers' log-probabilities; infinite where their tokens differ."""
     if one["tokens"] != other["tokens"]:
@@ -613,54 +235,6 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns of equal width, for a terminal."""
-    lines = [[str(cell) for cell in line] for line in [header, *rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-# Options
-
-
-def add_options(parser: Any, *, models: Sequence[str], arms: Sequence[str]) -> None:
-    """Options that every engine bench has."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--models", default=",".join(models))
-    parser.add_argument("--arms", default=",".join(arms))
-    parser.add_argument("--output", type=Path, help="JSON record, written as the run goes")
-    parser.add_argument("--scratch", type=Path, help="where the disk tiers lie (default: TMPDIR)")
-    parser.add_argument("--cpu-gib", type=float, default=24.0, help="memory tier of each arm")
-    parser.add_argument("--disk-gib", type=float, default=24.0, help="disk tier of each arm")
-    parser.add_argument("--kv-gib", type=float, help="KV cache on the GPU (default: by model)")
-    parser.add_argument("--gpu-share", type=float, default=0.1, help="gpu_memory_utilization")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--rival-block", type=int, help="tokens per chunk of OffloadingConnector")
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--keep-logs", type=Path, help="file to append the engines' logs to")
-    parser.add_argument(
-        "--lakecache", type=json.loads, default={}, help="further LakeCache settings, JSON"
-    )
-    parser.add_argument("--engine", type=json.loads, default={}, help="further vllm.LLM settings")
-
-
-def keep_logs(place: Workplace, path: Path | None) -> None:
-    """Append the beginnings and ends of the engines' logs to one file."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as kept:
-        for log in sorted(place.scratch.glob("*.log")):
-            data = log.read_bytes()
-            kept.write(f"\n===== {log.name}\n".encode())
-            if len(data) > 2 * LOG_BYTES:
-                data = data[:LOG_BYTES] + b"\n[...]\n" + data[-LOG_BYTES:]
-            kept.write(data)
-
-
-def split(text: str, convert: Any = str) -> list[Any]:
-    """Values of a comma-separated option."""
-    return [convert(part) for part in text.split(",") if part]
+def external_tokens(answer: dict[str, Any]) -> int:
+    """Tokens of a prompt that vLLM says a connector brought."""
+    return int(answer.get("counts", {}).get("external_prefix_cache_hits", 0))

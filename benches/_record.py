@@ -11,12 +11,10 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,15 +57,6 @@ def write(name: str, results: Any, command: Sequence[str] | None = None) -> Path
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path.relative_to(ROOT)}")
     return path
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and its 95 % interval by a bootstrap with a fixed seed."""
-    random = Random(1)
-    medians = sorted(
-        statistics.median(random.choices(values, k=len(values))) for _ in range(10_000)
-    )
-    return statistics.median(values), medians[250], medians[-251]
 
 
 def criterion(target: Path) -> dict[str, float]:

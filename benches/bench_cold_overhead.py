@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import _record
+from _samples import interval, median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "python")]
@@ -148,7 +149,7 @@ def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
             ratios = [one[case][what] / one["off"][what] for one in rounds]
             cells[case][what] = {
                 "median_ms": round(statistics.median(values) * 1e3, 2),
-                "of_off": [round(value, 4) for value in _record.median_interval(ratios)],
+                "of_off": [round(n, 4) for n in (median(ratios), *interval(ratios))],
                 "all_ms": [round(value * 1e3, 2) for value in values],
             }
     same = sum(one["same_answer"] for one in rounds)

@@ -17,8 +17,11 @@ import argparse
 import sys
 from typing import Any
 
-import _engines as engines
-from _engines import Host, Workplace, median, progress, quantile
+import _runs
+from _arms import ARMS
+from _engines import Host, external_tokens, stop_on_signals
+from _samples import interval, median, quantile, summary
+from _workplace import progress
 
 PHASES = ("alone", "store", "restore")
 SHARED = ("none", "null", "lakecache")
@@ -26,16 +29,12 @@ KV_GIB = {"qwen3-0.6b": 40.0, "qwen3-8b": 36.0, "qwen3-tiny": 0.0625}
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 
-class Run:
+class Run(_runs.Run):
     """One model's measurements."""
 
     def __init__(self, model: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
-        self.model, self.options, self.record = model, options, record
-        self.place = Workplace(options.output, options.scratch)
-        self.arms = engines.split(options.arms)
-        self.result: dict[str, Any] = {"model": model, "starts": {}, "rounds": []}
-        record["models"][model] = self.result
-        options.kv_gib = options.kv_gib or KV_GIB[model]
+        super().__init__(model, options, record, KV_GIB)
+        self.result["rounds"] = []
 
     def start(self) -> dict[str, Host]:
         """One engine for the arms that can share it, one for each other."""
@@ -48,17 +47,12 @@ class Run:
                  name=f"{self.model}-{'-'.join(group)}")
             for group in groups
         ]  # fmt: skip
-        engines.start_hosts(hosts, one_by_one=self.options.one_by_one)
-        serving: dict[str, Host] = {}
-        for host in hosts:
-            self.result["starts"][host.name] = host.started | {"ready_s": host.ready_s}
-            serving |= dict.fromkeys(host.arms, host)
-        return serving
+        return self.start_engines(hosts, one_by_one=self.options.one_by_one)
 
     def phase(self, host: Host, arm: str, phase: str, number: int) -> dict[str, Any]:
         """Run one phase; every round and arm has prompts of its own."""
         options = self.options
-        first = 100_000 + (number * len(engines.ARMS) + engines.ARMS.index(arm)) * 64
+        first = 100_000 + (number * len(ARMS) + ARMS.index(arm)) * 64
         intruders = [] if phase == "alone" else [first + i for i in range(options.prompts)]
         host.call("settle")
         if phase == "restore":
@@ -75,14 +69,13 @@ class Run:
         try:
             serving = self.start()
             for number in range(self.options.rounds + 1):
-                order = self.arms[number % len(self.arms) :] + self.arms[: number % len(self.arms)]
-                for arm in order:
+                for arm in self.in_turn(number):
                     serving[arm].activate(arm)
                     for phase in PHASES:
                         seen = self.phase(serving[arm], arm, phase, number)
                         if number:
                             self.note(arm, phase, number, seen)
-                self.place.save(self.record)
+                self.save()
                 progress(f"{self.model}: round {number} of {self.options.rounds}")
             for arm in self.arms:
                 if arm != "none":
@@ -90,9 +83,7 @@ class Run:
             for host in dict.fromkeys(serving.values()):
                 host.stop()
         finally:
-            engines.stop_all()
-            engines.keep_logs(self.place, self.options.keep_logs)
-            self.place.remove()
+            self.end()
 
     def idle_steps(self, host: Host, arm: str) -> None:
         """Time the connector's own calls in steps in which there is nothing to move."""
@@ -131,7 +122,6 @@ class Run:
         pooled: dict[tuple[str, str], list[list[float]]] = {}
         for seen in self.result["rounds"]:
             pooled.setdefault((seen["phase"], seen["arm"]), []).append(seen["gaps"])
-        self.result["table"] = []
         for phase in PHASES:
             for arm in self.arms:
                 rounds = pooled.get((phase, arm), [])
@@ -149,17 +139,15 @@ class Run:
                     "arm": arm,
                     **{f"p{share * 100:g}": f"{quantile(gaps, share):.3f}" for share in QUANTILES},
                     "max": f"{max(gaps):.2f}",
-                    "p50 by round": engines.summary([quantile(one, 0.5) for one in rounds]),
-                    "p99 by round": engines.summary([quantile(one, 0.99) for one in rounds]),
+                    "p50 by round": summary([quantile(one, 0.5) for one in rounds]),
+                    "p99 by round": summary([quantile(one, 0.99) for one in rounds]),
                     "gaps": len(gaps),
                     "prompts answered after": f"{median(answered):.1f}" if answered else "-",
                     "hit tokens": self.hit_tokens(phase, arm),
                 }
-                self.result["table"].append(row)
-                rows.append(list(map(str, row.values())))
-        print(f"\n{self.model}, ms between a stream's tokens")
-        if rows:
-            print(engines.table(list(self.result["table"][0]), rows))
+                rows.append(row)
+        title = f"{self.model}, ms between a stream's tokens"
+        self.print_table("table", title, list(rows[0]) if rows else [], [r.values() for r in rows])
         self.report_pairs(pooled)
         for arm, spent in self.result.get("idle_step_us", {}).items():
             print(f"connector's own time in an idle step, us: {arm}: {spent}")
@@ -167,7 +155,7 @@ class Run:
     def hit_tokens(self, phase: str, arm: str) -> str:
         """Median of the tokens that came from outside the GPU in a round."""
         hits = [
-            seen["counts"].get("external_prefix_cache_hits", 0)
+            external_tokens(seen)
             for seen in self.result["rounds"]
             if (seen["phase"], seen["arm"]) == (phase, arm)
         ]
@@ -187,21 +175,16 @@ class Run:
                             quantile(a, share) / quantile(b, share)
                             for a, b in zip(pooled[phase, arm], pooled[phase, base], strict=False)
                         ]
-                        low, high = engines.interval(ratios)
+                        low, high = interval(ratios)
                         row.append(f"{median(ratios):.4f} ({low:.4f}-{high:.4f})")
                     rows.append(row)
-        if rows:
-            header = ["phase", "arm", "against", "p50 ratio (95 %)", "p99 ratio (95 %)"]
-            print("\nmedian of the rounds' ratios\n" + engines.table(header, rows))
-            self.result["ratios"] = [dict(zip(header, row, strict=True)) for row in rows]
+        header = ["phase", "arm", "against", "p50 ratio (95 %)", "p99 ratio (95 %)"]
+        self.print_table("ratios", "median of the rounds' ratios", header, rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    engines.add_options(
-        parser, models=["qwen3-0.6b"], arms=["none", "null", "lakecache", "offloading"]
+    parser = _runs.make_parser(
+        __doc__, models=["qwen3-0.6b"], arms=["none", "null", "lakecache", "offloading"]
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16)
@@ -212,23 +195,11 @@ def main() -> int:
     parser.add_argument("--at", type=int, default=40, help="the step at which they arrive")
     parser.add_argument("--one-by-one", action="store_true", help="never start two at a time")
     options = parser.parse_args()
-    engines.stop_on_signals()
+    stop_on_signals()
     if options.device == "cpu":
         options.models, options.cpu_gib, options.disk_gib = "qwen3-tiny", 0.25, 0.25
         options.length, options.tokens, options.at = 1024, 40, 10
-    record: dict[str, Any] = {
-        "bench": "decode", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
-        "models": {},
-    }  # fmt: skip
-    kv_gib = options.kv_gib
-    for model in engines.split(options.models):
-        options.kv_gib = kv_gib
-        run = Run(model, options, record)
-        try:
-            run.measure()
-        finally:
-            run.report()
-            run.place.save(record)
+    _runs.run_models("decode", options, lambda model, record: Run(model, options, record))
     return 0
 
 

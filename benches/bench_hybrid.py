@@ -30,10 +30,15 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import _engines as engines
-from _engines import GIB, EngineError, Host, Workplace, median, progress
+import _runs
+from _arms import transfer_config
+from _engines import ROOT, EngineError, Host, difference, external_tokens, stop_on_signals
+from _models import kv_bytes_per_token, state_bytes
+from _runs import SampledRun, split
+from _samples import median, summary, table
+from _workplace import progress
 
-sys.path.insert(0, str(engines.ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 from serving import source_of
 
@@ -63,20 +68,13 @@ class StartError(RuntimeError):
     """No engine started, nor would the next."""
 
 
-class Run:
+class Run(SampledRun):
     """All parts for one model."""
 
     def __init__(self, model: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
-        self.model, self.options, self.record = model, options, record
-        self.place = Workplace(options.output, options.scratch)
-        self.arms = engines.split(options.arms)
-        self.lengths = engines.split(options.lengths, int)
-        self.parts = engines.split(options.parts)
-        self.result: dict[str, Any] = {
-            "model": model, "unit": options.unit, "samples": [], "starts": {}, "errors": []
-        }  # fmt: skip
-        record["models"][model] = self.result
-        options.kv_gib = options.kv_gib or KV_GIB[model]
+        super().__init__(model, options, record, KV_GIB)
+        self.parts = split(options.parts)
+        self.result |= {"unit": options.unit, "errors": []}
         self.until = time.monotonic() + options.seconds
         self.running: Host | None = None
         self.starts_left = 2
@@ -91,7 +89,7 @@ class Run:
         small = copy.copy(self.options)
         small.cpu_gib = self.options.small_gib
         if "phases" in self.parts:
-            wanted[PHASES_ARM] = engines.transfer_config(PHASES_ARM, self.place, small)
+            wanted[PHASES_ARM] = transfer_config(PHASES_ARM, self.place, small)
         if "capacity" in self.parts:
             for arm in self.capacity_arms():
                 wanted[CAPACITY_ARMS[arm]] = self.capacity_config(arm, small)
@@ -103,7 +101,7 @@ class Run:
 
     def capacity_config(self, arm: str, small: argparse.Namespace) -> dict[str, Any]:
         """A small memory tier; LakeCache's alone, as OffloadingConnector has no disk."""
-        config = engines.transfer_config(arm, self.place, small)
+        config = transfer_config(arm, self.place, small)
         assert config is not None
         if arm == "offloading":
             return config
@@ -141,13 +139,9 @@ class Run:
             return self.host()
         self.running = host
         progress(f"{host.name}: ready after {host.ready_s:.1f} s: {host.started}")
-        self.result["starts"][host.name] |= host.started | {"ready_s": host.ready_s}
+        self.note_start(host)
         self.save()
         return host
-
-    def save(self) -> None:
-        """Write the record."""
-        self.place.save(self.record)
 
     def note_error(self, what: str) -> None:
         """Keep the traceback of what failed."""
@@ -187,10 +181,7 @@ class Run:
                 progress(f"{part}: {spent:.1f} s")
             self.stop()
         finally:
-            self.save()
-            engines.stop_all()
-            engines.keep_logs(self.place, self.options.keep_logs)
-            self.place.remove()
+            self.end()
 
     def stop(self) -> None:
         """Note what LakeCache counted, and end the engine."""
@@ -236,7 +227,7 @@ class Run:
             row = {
                 "length": length, "arm": arm, "phase": cell, "ms": seen["ms"],
                 "tokens": seen["tokens"], "cached": seen["cached"],
-                "external": int(seen["counts"].get("external_prefix_cache_hits", 0)),
+                "external": external_tokens(seen),
                 "source": source_of(
                     {name: core.get(name, 0) for name in ("memory_hits", "disk_payload_reads")}
                 ),
@@ -248,8 +239,8 @@ class Run:
             if hit := native.get("gpu_hit"):
                 row["same_position"] = seen["cached"] == hit["cached"]
                 row["tokens_equal_hit"] = seen["tokens"] == hit["tokens"]
-                row["logprob_difference"] = engines.difference(seen, hit)
-                row["logprob_difference_cold"] = engines.difference(seen, native["cold"])
+                row["logprob_difference"] = difference(seen, hit)
+                row["logprob_difference_cold"] = difference(seen, native["cold"])
             row["as_promised"] = self.good(row, native.get("gpu_hit"))
             self.result["phases"].append(row)
             self.save()
@@ -300,19 +291,14 @@ class Run:
         host.activate(arm)
         for cell in cells:
             seen = host.call("turn", seed=seed, length=length, cells=[cell])
-            self.result["samples"].append(
-                {"arm": arm, "length": length, "cell": cell, "seed": seed, **seen[cell]}
-            )
+            self.note(arm, length, seed, cell, seen[cell])
         self.save()
 
     def ttft(self) -> None:
         """All cells of all arms, as often as there is time for."""
         host, options = self.host(), self.options
-        size = GIB if options.device == "cuda" else GIB >> 6
         with self.guarded("link"):
-            self.result["link_gb_s"] = host.call("link", nbytes=size)
-        size = int(options.disk_probe_gib * GIB)
-        self.result["disk_gb_s"] = engines.disk_bandwidth(self.place.scratch, size)
+            self.bandwidths(host)
         for length in self.lengths:
             for arm in self.arms:
                 with self.guarded(f"warming up {arm} at {length} tokens"):
@@ -320,36 +306,14 @@ class Run:
                     cells = ["cold", "gpu_hit", *STORED_CELLS[arm][:1]]
                     host.call("turn", seed=WARM_SEED + length, length=length, cells=cells)
         for repeat in range(options.reps):
-            order = self.arms[repeat % len(self.arms) :] + self.arms[: repeat % len(self.arms)]
             for length in self.lengths:
                 if time.monotonic() > self.until:
                     progress(f"ttft: no time for more than {repeat} repeats")
                     return
-                for arm in order:
+                for arm in self.in_turn(repeat):
                     with self.guarded(f"ttft of {arm} at {length} tokens"):
                         self.turn(arm, length, repeat, ["cold", "gpu_hit", *STORED_CELLS[arm]])
                 progress(f"{repeat}: {length} tokens: {self.line(length)}")
-
-    def line(self, length: int) -> str:
-        """The medians of a length so far."""
-        parts = []
-        for arm in self.arms:
-            for cell in CELLS:
-                if samples := self.times(arm, length, cell):
-                    parts.append(f"{arm} {cell} {median(samples):.1f}")
-        return "; ".join(parts)
-
-    def chosen(self, arm: str, length: int, cell: str) -> list[dict[str, Any]]:
-        """The samples of a cell."""
-        return [
-            sample
-            for sample in self.result["samples"]
-            if (sample["arm"], sample["length"], sample["cell"]) == (arm, length, cell)
-        ]
-
-    def times(self, arm: str, length: int, cell: str) -> list[float]:
-        """Times of a cell in ms."""
-        return [sample["ms"] for sample in self.chosen(arm, length, cell)]
 
     # Bytes
 
@@ -395,7 +359,7 @@ class Run:
         """
         host, options = self.host(), self.options
         host.activate(CAPACITY_ARMS[arm])
-        ends = list(itertools.accumulate(engines.split(options.turn_tokens, int)))
+        ends = list(itertools.accumulate(split(options.turn_tokens, int)))
         seen: dict[str, Any] = {"gib": options.small_gib, "chats": options.chats, "turns": []}
         self.result.setdefault("capacity", {})[arm] = seen
         chance, order, started = random.Random(1), list(range(options.chats)), time.monotonic()
@@ -421,15 +385,15 @@ class Run:
         seen = host.call(
             "chat_turn", seed=CHAT_SEED + chat, length=tokens, whole=longest, flush=False
         )
-        return int(seen["counts"].get("external_prefix_cache_hits", 0))
+        return external_tokens(seen)
 
     # Reporting
 
     def report(self) -> None:
         """Print the tables."""
         print(f"\n{self.model}, prefix_match_unit {self.options.unit}, ms, median [range]")
-        per_token = engines.kv_bytes_per_token(self.model)
-        state = engines.state_bytes(self.model)
+        per_token = kv_bytes_per_token(self.model)
+        state = state_bytes(self.model)
         bandwidths = {
             "warm": self.result.get("link_gb_s", {}).get("h2d"),
             "cold_tier": self.result.get("disk_gb_s", {}).get("read"),
@@ -447,11 +411,9 @@ class Run:
                     if not seen:
                         row.append("-")
                         continue
-                    hits = median(
-                        [s.get("counts", {}).get("external_prefix_cache_hits", 0) for s in seen]
-                    )
+                    hits = median([external_tokens(sample) for sample in seen])
                     samples = [s["ms"] for s in seen]
-                    said = f"{engines.summary(samples)} x{median(samples) / base:.3f}"
+                    said = f"{summary(samples)} x{median(samples) / base:.3f}"
                     row.append(said + (f" hit {hits:.0f}" if hits else ""))
                 floor = ""
                 if bandwidth := bandwidths.get(cell):
@@ -459,7 +421,7 @@ class Run:
                 if any(part != "-" for part in row[2:]):
                     rows.append([*row, floor])
         if rows:
-            print(engines.table(["tokens", "cell", *self.arms, "floor"], rows))
+            print(table(["tokens", "cell", *self.arms, "floor"], rows))
             self.report_tokens()
         for name in ("bytes", "capacity"):
             for arm, seen in self.result.get(name, {}).items():
@@ -470,18 +432,6 @@ class Run:
             print(f"FAILED: {failed['what']}: {failed['traceback'].strip().splitlines()[-1]}")
         print(f"seconds: {self.result.get('part_s')}", flush=True)
 
-    def report_tokens(self) -> None:
-        """Every cell of every arm has to answer a prompt with the same token."""
-        answers: dict[tuple[int, int], dict[tuple, list[str]]] = {}
-        for sample in self.result["samples"]:
-            prompt = answers.setdefault((sample["length"], sample["seed"]), {})
-            who = f"{sample['arm']} {sample['cell']}"
-            prompt.setdefault(tuple(sample["tokens"]), []).append(who)
-        differing = {prompt: said for prompt, said in answers.items() if len(said) > 1}
-        print(f"tokens: {len(answers)} prompts, {len(differing)} answered in more than one way")
-        for prompt, said in list(differing.items())[:5]:
-            print(f"  {prompt}: {said}")
-
     def fine(self) -> bool:
         """Whether nothing failed, and every phase was as promised."""
         phases = self.result.get("phases", [])
@@ -489,14 +439,7 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    engines.add_options(
-        parser,
-        models=["qwen3.5-35b-a3b"],
-        arms=list(STORED_CELLS),
-    )
+    parser = _runs.make_parser(__doc__, models=["qwen3.5-35b-a3b"], arms=list(STORED_CELLS))
     parser.add_argument("--parts", default="phases,bytes,capacity,ttft")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--reps", type=int, default=7)
@@ -516,28 +459,16 @@ def main() -> int:
         "--small-gib", type=float, default=4.0, help="memory tier in the parts capacity and phases"
     )
     options = parser.parse_args()
-    engines.stop_on_signals()
+    stop_on_signals()
     if options.device == "cpu":
         options.models, options.cpu_gib, options.disk_gib = "qwen3.5-tiny", 0.25, 0.25
         # vLLM's connectors need a GPU.
-        options.arms = ",".join(arm for arm in engines.split(options.arms) if arm not in RIVALS)
+        options.arms = ",".join(arm for arm in split(options.arms) if arm not in RIVALS)
         options.lengths, options.disk_probe_gib, options.chats = "20,128,300,1024", 1 / 16, 24
         options.shared_length, options.shared_tokens, options.small_gib = 1024, 768, 1 / 64
         options.turn_tokens = "400,130,170,150"
-    record: dict[str, Any] = {
-        "bench": "hybrid", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
-        "models": {},
-    }  # fmt: skip
-    well = True
-    for model in engines.split(options.models):
-        run = Run(model, options, record)
-        try:
-            run.measure()
-        finally:
-            run.report()
-            run.save()
-        well &= run.fine()
-    return 0 if well else 1
+    runs = _runs.run_models("hybrid", options, lambda model, record: Run(model, options, record))
+    return 0 if all(run.fine() for run in runs) else 1
 
 
 if __name__ == "__main__":

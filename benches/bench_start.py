@@ -18,8 +18,10 @@ import sys
 import time
 from typing import Any
 
-import _engines as engines
-from _engines import GIB, Host, Workplace, median, progress
+import _runs
+from _engines import Host, stop_on_signals
+from _samples import median, table
+from _workplace import GIB, Workplace, progress
 
 LENGTH = 8192
 
@@ -100,33 +102,27 @@ def report(results: list[dict[str, Any]]) -> None:
     header = ["start", "constructors ms", "register ms", "ready s", "against none",
               "GiB then", "first cold ms", "later cold ms", "GPU hit ms",
               "all reserved at s", "GiB at end"]  # fmt: skip
-    print("\n" + engines.table(header, rows))
+    print("\n" + table(header, rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    engines.add_options(parser, models=["qwen3-0.6b"], arms=["none", "lakecache"])
+    parser = _runs.make_parser(__doc__, models=["qwen3-0.6b"], arms=["none", "lakecache"])
     parser.add_argument("--sizes", default="1,16,100", help="GiB of the memory tier")
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--patience", type=float, default=5.0, help="seconds without growth")
     parser.add_argument("--no-rehearsal", action="store_true", help="do not start the first twice")
     options = parser.parse_args()
-    engines.stop_on_signals()
+    stop_on_signals()
     options.enforce_eager = True
     options.kv_gib = options.kv_gib or 10.0
     if options.device == "cpu":
         options.models, options.sizes, options.length = "qwen3-tiny", "0.125,1", 1024
         options.kv_gib = 0.0625
     place = Workplace(options.output, options.scratch)
-    record: dict[str, Any] = {
-        "bench": "start", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
-        "starts": [],
-    }  # fmt: skip
-    model = engines.split(options.models)[0]
-    sizes: list[float | None] = [None, *engines.split(options.sizes, float)]
+    record = _runs.new_record("start", starts=[])
+    model = _runs.split(options.models)[0]
+    sizes: list[float | None] = [None, *_runs.split(options.sizes, float)]
     if not options.no_rehearsal:
         sizes.insert(0, None)
     try:
@@ -140,7 +136,7 @@ def main() -> int:
             place.save(record)
             progress(f"{name}: ready after {seen['ready_s']:.1f} s")
     finally:
-        engines.keep_logs(place, options.keep_logs)
+        place.keep_logs(options.keep_logs)
         if record["starts"]:
             report(record["starts"])
     return 0

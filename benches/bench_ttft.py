@@ -22,8 +22,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _engines as engines
-from _engines import GIB, Host, Workplace, median, progress
+import _runs
+from _arms import LmcacheServer
+from _engines import Host, external_tokens, stop_on_signals
+from _models import kv_bytes_per_token
+from _runs import SampledRun, split
+from _samples import interval, median, summary, table
+from _workplace import GIB, progress
 
 LENGTHS = (512, 8192, 32768)
 KV_GIB = {"qwen3-0.6b": 20.0, "qwen3-8b": 14.0, "qwen3-tiny": 0.0625}
@@ -31,7 +36,6 @@ KV_GIB_TOGETHER = {"qwen3-0.6b": 64.0, "qwen3-8b": 64.0, "qwen3-tiny": 0.0625}
 MEMORY_CELLS = ("cold", "after_store", "gpu_hit", "memory_hit")
 RESTARTABLE = ("tiering", "lmcache", "lakecache")
 CONNECTED = ("offloading", "tiering", "lmcache", "lakecache", "lakecache-always")
-LINK_BYTES = GIB
 WARM_SEED = 900_000
 
 
@@ -41,39 +45,29 @@ def cells_of(arm: str, wanted: list[str]) -> list[str]:
     return cells if arm in CONNECTED else [cell for cell in cells if cell != "memory_hit"]
 
 
-class Run:
+class Run(SampledRun):
     """One model's measurements."""
 
     def __init__(self, model: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
-        self.model, self.options, self.record = model, options, record
-        self.place = Workplace(options.output, options.scratch)
-        self.lengths = engines.split(options.lengths, int)
-        self.arms = engines.split(options.arms)
-        self.cells = engines.split(options.cells)
-        self.result: dict[str, Any] = {"model": model, "samples": [], "starts": {}}
-        record["models"][model] = self.result
+        self.together = options.together or options.pairs > 0
+        super().__init__(model, options, record, KV_GIB_TOGETHER if self.together else KV_GIB)
+        self.cells = split(options.cells)
         self.stored: dict[str, list[tuple[int, int]]] = {arm: [] for arm in self.arms}
         self.written = dict.fromkeys(self.arms, 0)
-        self.server: engines.LmcacheServer | None = None
-        if options.kv_gib is None:
-            sizes = KV_GIB_TOGETHER if options.together or options.pairs else KV_GIB
-            options.kv_gib = sizes[model]
+        self.server: LmcacheServer | None = None
 
     # Engines
 
     def start(self, arms: list[str], stage: str) -> dict[str, Host]:
         """Start the arms' engines, one for all or one each; return which serves which."""
-        wanted = [arms] if self.options.together or self.options.pairs else [[a] for a in arms]
+        wanted = [arms] if self.together else [[arm] for arm in arms]
         hosts = [
             Host(group, self.model, self.place, self.options, self.lengths,
                  name=f"{self.model}-{stage}-{'all' if len(group) > 1 else group[0]}")
             for group in wanted
         ]  # fmt: skip
-        engines.start_hosts(hosts, one_by_one=self.options.one_by_one)
-        serving = {}
+        serving = self.start_engines(hosts, one_by_one=self.options.one_by_one)
         for host in hosts:
-            self.result["starts"][host.name] = host.started | {"ready_s": host.ready_s}
-            serving |= dict.fromkeys(host.arms, host)
             self.warm_up(host)
         self.save()
         return serving
@@ -98,36 +92,22 @@ class Run:
                         )
                 host.stop()
 
-    def save(self) -> None:
-        """Write what there is."""
-        self.place.save(self.record)
-
     # Measuring
-
-    def bandwidths(self, host: Host) -> None:
-        """The ceilings of this run."""
-        size = LINK_BYTES if self.options.device == "cuda" else LINK_BYTES >> 6
-        self.result["link_gb_s"] = host.call("link", nbytes=size)
-        size = int(self.options.disk_probe_gib * GIB)
-        self.result["disk_gb_s"] = engines.disk_bandwidth(self.place.scratch, size)
-        progress(f"link {self.result['link_gb_s']}, disk {self.result['disk_gb_s']}")
 
     def turn(self, host: Host, arm: str, length: int, seed: int, cells: list[str]) -> None:
         """Measure one prompt on one arm, and note what was seen."""
         host.activate(arm)
         seen = host.call("turn", seed=seed, length=length, cells=cells)
         for cell in cells:
-            self.result["samples"].append(
-                {"arm": arm, "length": length, "cell": cell, "seed": seed, **seen[cell]}
-            )
+            self.note(arm, length, seed, cell, seen[cell])
         self.result["samples"][-1]["settle_s"] = seen["settle_s"]
         if "cold" in cells:
             self.stored[arm].append((length, seed))
-            self.written[arm] += length * engines.kv_bytes_per_token(self.model)
+            self.written[arm] += length * kv_bytes_per_token(self.model)
 
     def within_budget(self, arm: str, length: int) -> bool:
         """The rivals' disk tiers have no limit: they get no more than the others may use."""
-        more = length * engines.kv_bytes_per_token(self.model)
+        more = length * kv_bytes_per_token(self.model)
         return (
             arm not in {"tiering", "lmcache"}
             or self.written[arm] + more <= self.options.disk_gib * GIB
@@ -137,23 +117,12 @@ class Run:
         """Everything up to the memory hit, the longest prompts first: they are evicted first."""
         for length in sorted(self.lengths, reverse=True):
             for repeat in range(self.options.reps):
-                order = [arm for arm in self.arms if arm in serving]
-                order = order[repeat % len(order) :] + order[: repeat % len(order)]
-                for arm in order:
+                for arm in self.in_turn(repeat):
                     if self.within_budget(arm, length):
                         cells = cells_of(arm, self.cells)
                         self.turn(serving[arm], arm, length, repeat, cells)
                 self.save()
             progress(f"{self.model}: {length} tokens: " + self.line(length))
-
-    def line(self, length: int) -> str:
-        """The medians of a length so far."""
-        parts = []
-        for arm in [*self.arms, "lakecache-always"]:
-            for cell in (*MEMORY_CELLS, "disk_hit"):
-                if samples := self.times(arm, length, cell):
-                    parts.append(f"{arm} {cell} {median(samples):.1f}")
-        return "; ".join(parts)
 
     def disk_cells(self, serving: dict[str, Host]) -> None:
         """Restart, without pool and page cache, and ask again for what was stored."""
@@ -165,12 +134,12 @@ class Run:
         self.place.ram.mkdir()
         if self.server is not None:
             self.server.stop()
-            self.server = engines.LmcacheServer(self.place, self.options.cpu_gib)
+            self.server = LmcacheServer(self.place, self.options.cpu_gib)
         again = list(arms)
-        if "lakecache" in arms and "always" in engines.split(self.options.policies):
+        if "lakecache" in arms and "always" in split(self.options.policies):
             self.link_copy("lakecache", "lakecache-always")
             again.append("lakecache-always")
-        if "auto" not in engines.split(self.options.policies):
+        if "auto" not in split(self.options.policies):
             again = [arm for arm in again if arm != "lakecache"]
         if "none" in self.arms:
             again.insert(0, "none")
@@ -222,7 +191,7 @@ class Run:
                 self.pairs()
                 return
             if "lmcache" in self.arms:
-                self.server = engines.LmcacheServer(self.place, self.options.cpu_gib)
+                self.server = LmcacheServer(self.place, self.options.cpu_gib)
             serving = self.start(self.arms, "first")
             self.bandwidths(serving[self.arms[0]])
             self.memory_cells(serving)
@@ -233,20 +202,9 @@ class Run:
         finally:
             if self.server is not None:
                 self.server.stop()
-            self.save()
-            engines.stop_all()
-            engines.keep_logs(self.place, self.options.keep_logs)
-            self.place.remove()
+            self.end()
 
     # Reporting
-
-    def chosen(self, arm: str, length: int, cell: str) -> list[dict[str, Any]]:
-        """The samples of a cell."""
-        return [
-            sample
-            for sample in self.result["samples"]
-            if (sample["arm"], sample["length"], sample["cell"]) == (arm, length, cell)
-        ]
 
     def times(self, arm: str, length: int, cell: str) -> list[float]:
         """The times of a cell whose hits are proved, in ms."""
@@ -259,7 +217,7 @@ class Run:
             return sample["cached"] == 0
         if cell in {"after_store", "gpu_hit"}:
             return sample["cached"] > 0
-        external = sample.get("counts", {}).get("external_prefix_cache_hits", 0)
+        external = external_tokens(sample)
         if sample["arm"] == "lakecache":
             return sample["cached"] == 0 or external > 0
         return external >= length // 2
@@ -267,7 +225,7 @@ class Run:
     def report(self) -> None:
         """Print the tables of this model."""
         print(f"\n{self.model}, ms, median [range]; x = against none")
-        per_token = engines.kv_bytes_per_token(self.model)
+        per_token = kv_bytes_per_token(self.model)
         link = self.result.get("link_gb_s", {}).get("h2d")
         disk = self.result.get("disk_gb_s", {}).get("read")
         arms = [*self.arms, *(["lakecache-always"] if "lakecache" in self.arms else [])]
@@ -280,7 +238,7 @@ class Run:
                 for arm in arms:
                     samples = self.times(arm, length, cell)
                     unproved = len(self.chosen(arm, length, cell)) - len(samples)
-                    said = engines.summary(samples)
+                    said = summary(samples)
                     said += f" x{median(samples) / base:.3f}" if samples and base > 0 else ""
                     row.append(said + (f" ({unproved} not proved)" if unproved else ""))
                 if any(part != "-" for part in row[2:]):
@@ -290,10 +248,10 @@ class Run:
                     if cell == "disk_hit" and disk:
                         floor = f"{bare + length * per_token / disk / 1e6:.2f}"
                     rows.append([*row, floor])
-        print(engines.table(["tokens", "cell", *arms, "floor"], rows))
+        print(table(["tokens", "cell", *arms, "floor"], rows))
         self.report_pairs()
         self.report_loads(arms, link, disk)
-        self.report_tokens(arms)
+        self.report_tokens()
 
     def report_pairs(self) -> None:
         """Differences within pairs, with the interval of their median."""
@@ -308,15 +266,14 @@ class Run:
                     if not with_it:
                         continue
                     ratios = [b / a for a, b in zip(base, with_it, strict=False)]
-                    low, high = engines.interval(ratios)
+                    low, high = interval(ratios)
                     rows.append(
                         [length, cell, arm, len(ratios), f"{median(base):.3f}",
                          f"{median(with_it):.3f}", f"{median(ratios):.4f}",
                          f"{low:.4f}-{high:.4f}"]
                     )  # fmt: skip
         header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
-        print("\npairs, median of ratios\n" + engines.table(header, rows))
-        self.result["pairs"] = [dict(zip(header, row, strict=True)) for row in rows]
+        self.print_table("pairs", "pairs, median of ratios", header, rows)
 
     def base(self, length: int, cell: str) -> float:
         """What a cell is compared with: computing, where it replaces that, else a GPU hit."""
@@ -328,16 +285,14 @@ class Run:
     def report_loads(self, arms: list[str], link: float | None, disk: float | None) -> None:
         """Hits against their floor and against computing, and the bandwidth that they reach."""
         rows = []
-        per_token = engines.kv_bytes_per_token(self.model)
+        per_token = kv_bytes_per_token(self.model)
         for length in self.lengths:
             bare = median(self.times("none", length, "gpu_hit"))
             for cell, ceiling in (("memory_hit", link), ("disk_hit", disk)):
                 computed = self.base(length, "disk_hit" if cell == "disk_hit" else "cold")
                 for arm in arms:
                     samples = [s for s in self.chosen(arm, length, cell) if self.proved(s)]
-                    loaded = [
-                        s.get("counts", {}).get("external_prefix_cache_hits", 0) for s in samples
-                    ]
+                    loaded = [external_tokens(sample) for sample in samples]
                     if not samples or not ceiling:
                         continue
                     spent, nbytes = median([s["ms"] for s in samples]), median(loaded) * per_token
@@ -350,33 +305,12 @@ class Run:
                     )  # fmt: skip
         header = ["tokens", "cell", "arm", "loaded tokens", "ms", "floor of these tokens",
                   "x floor", "x computing", "GB/s beyond a GPU hit", "of ceiling"]  # fmt: skip
-        if rows:
-            print("\nloads\n" + engines.table(header, rows))
-            self.result["loads"] = [dict(zip(header, row, strict=True)) for row in rows]
-
-    def report_tokens(self, arms: list[str]) -> None:
-        """Every cell of every arm has to answer a prompt with the same token."""
-        answers: dict[tuple[int, int], dict[tuple, list[str]]] = {}
-        for sample in self.result["samples"]:
-            who = f"{sample['arm']} {sample['cell']}"
-            prompt = answers.setdefault((sample["length"], sample["seed"]), {})
-            prompt.setdefault(tuple(sample["tokens"]), []).append(who)
-        differing = {prompt: said for prompt, said in answers.items() if len(said) > 1}
-        self.result["prompts_with_other_tokens"] = [
-            {"prompt": prompt, "tokens": [{"tokens": t, "said": w} for t, w in said.items()]}
-            for prompt, said in differing.items()
-        ]
-        print(f"\ntokens: {len(answers)} prompts, {len(differing)} answered in more than one way")
-        for prompt, said in list(differing.items())[:5]:
-            print(f"  {prompt}: {said}")
+        self.print_table("loads", "loads", header, rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    engines.add_options(
-        parser, models=["qwen3-0.6b"], arms=["none", "offloading", "tiering", "lakecache"]
+    parser = _runs.make_parser(
+        __doc__, models=["qwen3-0.6b"], arms=["none", "offloading", "tiering", "lakecache"]
     )
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--cells", default=",".join([*MEMORY_CELLS, "disk_hit"]))
@@ -390,24 +324,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.pairs and options.arms == parser.get_default("arms"):
         options.arms = "none,lakecache"
-    engines.stop_on_signals()
+    stop_on_signals()
     if options.device == "cpu":
         options.models, options.cpu_gib, options.disk_gib = "qwen3-tiny", 0.25, 0.25
         options.disk_probe_gib = 1 / 16
         options.lengths = options.lengths if options.lengths != "512,8192,32768" else "128,512,1024"
-    record: dict[str, Any] = {
-        "bench": "ttft", "machine": engines.describe_machine(), "arguments": sys.argv[1:],
-        "models": {},
-    }  # fmt: skip
-    kv_gib = options.kv_gib
-    for model in engines.split(options.models):
-        options.kv_gib = kv_gib
-        run = Run(model, options, record)
-        try:
-            run.measure()
-        finally:
-            run.report()
-            run.save()
+    _runs.run_models("ttft", options, lambda model, record: Run(model, options, record))
     return 0
 
 

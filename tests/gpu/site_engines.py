@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import _engines as engines  # noqa: E402
 from _engine_host import tokens_of  # noqa: E402
 from _engines import difference  # noqa: E402, F401
+from _engines import external_tokens as external  # noqa: E402, F401
+from _workplace import Workplace  # noqa: E402
 from make_checkpoint import VOCABULARY  # noqa: E402
 
 DEVICE = os.environ.get("LAKECACHE_GPU_TESTS_DEVICE", "cuda")
@@ -69,16 +72,11 @@ class Engine:
         return self.host.call("counters")["scheduler"].get(name, 0)
 
 
-def external(answer: Answer) -> int:
-    """Tokens of a prompt that vLLM says the connector brought."""
-    return int(answer["counts"].get("external_prefix_cache_hits", 0))
-
-
 class Site:
     """Folders, checkpoints and engines."""
 
     def __init__(self) -> None:
-        self.place = engines.Workplace(None, None)
+        self.place = Workplace(None, None)
         self.answers: dict[str, list[Answer]] = {}
         self.generation = 0
         self.running: dict[str, Engine] = {}
@@ -157,14 +155,14 @@ class Site:
         for engine in self.running.values():
             engine.host.stop()
         self.running = {}
-        engines.shutil.rmtree(self.place.ram, ignore_errors=True)
+        shutil.rmtree(self.place.ram, ignore_errors=True)
         self.place.ram.mkdir(exist_ok=True)
 
     def close(self) -> None:
         """End everything, and keep the logs where asked to."""
         self.stop()
         if kept := os.environ.get("LAKECACHE_GPU_TESTS_LOGS"):
-            engines.keep_logs(self.place, Path(kept))
+            self.place.keep_logs(Path(kept))
         self.place.remove()
 
     def files(self, directory: str) -> list[Path]:

@@ -1,0 +1,57 @@
+"""Where a bench keeps what it writes, and how it says what happens."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+LOG_BYTES = 100_000
+_BEGIN = time.perf_counter()
+
+
+class Workplace:
+    """Where a run keeps what it writes: a scratch folder, removed at the end, and a record."""
+
+    def __init__(self, output: Path | None, scratch: Path | None) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="lakecache-bench-", dir=scratch))
+        self.ram = Path(tempfile.mkdtemp(prefix="lakecache-bench-", dir="/dev/shm"))
+        self.output = output
+        atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Delete everything but the record."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.rmtree(self.ram, ignore_errors=True)
+
+    def save(self, record: dict[str, Any]) -> None:
+        """Write the record as far as it goes, so that a run cut short leaves its results."""
+        if self.output is None:
+            return
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.output.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(self.output)
+
+    def keep_logs(self, path: Path | None) -> None:
+        """Append the beginnings and ends of the engines' logs to one file."""
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as kept:
+            for log in sorted(self.scratch.glob("*.log")):
+                data = log.read_bytes()
+                kept.write(f"\n===== {log.name}\n".encode())
+                if len(data) > 2 * LOG_BYTES:
+                    data = data[:LOG_BYTES] + b"\n[...]\n" + data[-LOG_BYTES:]
+                kept.write(data)
+
+
+def progress(text: str) -> None:
+    """Say what happens now, with the seconds since the start."""
+    print(f"[{time.perf_counter() - _BEGIN:6.1f}] {text}", flush=True)
