@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "rust" / "core" / "src"
 RUST = sorted((ROOT / "rust").rglob("*.rs"))
 PYTHON = sorted(
-    p for d in ("python", "tests", "scripts", "examples") for p in (ROOT / d).rglob("*.py")
+    p
+    for d in ("python", "tests", "scripts", "examples", "benches")
+    for p in (ROOT / d).rglob("*.py")
 )
 
 # A layer -> the layers it may name. What is not listed is at the bottom: everyone may use it.
