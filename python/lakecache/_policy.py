@@ -2,12 +2,14 @@
 
 For a hit there are three kinds of answer: load all of it, load its beginning and compute the rest,
 or compute everything. The predicted time of each is the time to load (per tier a latency, and what
-is under way and wanted over the bandwidth) plus the engine's time to compute the rest; the
-shortest wins, the longer load if equal. What is not known yet counts as free, so that it is tried.
+is under way and wanted over the bandwidth), or the rest of the prefill that is under way if that is
+longer, plus the engine's time to compute the rest; the shortest wins, the longer load if equal.
+What is not known yet counts as free, so that it is tried.
 
 Where the tier does not change, one more token costs the same to load as the one before but more to
 compute, so the best end of a load is an end of the hit or a place where the tier changes: nothing
-in between needs a look.
+in between needs a look. (A load that ends together with the prefill under way could be better
+still; it is not looked for.)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MAY_USE = {
     "io": {"sys"},
     "pool": {"sys"},
     "l1": {"sys", "pool"},
-    "l2": {"sys", "pool", "io"},
+    "l2": {"sys", "pool"},
     "cache": {"sys", "pool", "io", "l1", "l2"},
 }
 
