@@ -40,11 +40,12 @@ def worker() -> Any:
 
 def step_output() -> Any:
     """What vLLM hands over in a step of 16 decoding requests."""
-    return SimpleNamespace(
-        num_scheduled_tokens={f"request {number}": 1 for number in range(16)},
-        kv_connector_block_state=None, scheduled_new_reqs=[], finished_req_ids=set(),
-        preempted_req_ids=None,
-    )  # fmt: skip
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {f"request {number}": 1 for number in range(16)}
+    output.total_num_scheduled_tokens = 16
+    return output
 
 
 def test_plan_of_an_idle_step(benchmark, cached):
@@ -67,6 +68,7 @@ def test_scheduler_half_of_an_idle_step(benchmark, cached):
         return plan
 
     assert not benchmark(step)
+    assert connector.errors == 0
 
 
 def test_worker_half_of_an_idle_step(benchmark, cached, worker):
@@ -88,6 +90,7 @@ def test_worker_half_of_an_idle_step(benchmark, cached, worker):
         return results
 
     assert not benchmark(step).finished_recving
+    assert half.errors == 0
 
 
 @pytest.fixture(scope="module")
