@@ -37,6 +37,15 @@ def test_the_command_in_the_readme_is_a_valid_configuration():
     assert CacheConfig.from_extra_config(config["kv_connector_extra_config"]).cpu_bytes == 8 << 30
 
 
+def test_every_counter_is_explained():
+    sources = (path.read_text() for path in (ROOT / "python" / "lakecache").glob("*.py"))
+    places = re.findall(r"counts\[([^\]]+)\]", "".join(sources))
+    counters = {name for place in places for name in re.findall(r'"(\w+)"', place)}
+    assert "stores" in counters
+    explained = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "operations.md").read_text()))
+    assert counters - explained == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
