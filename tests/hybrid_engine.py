@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,6 +31,28 @@ def deepest(length: int) -> int:
 
 def one(cached: Engine, tokens: list[int], answer: int = 6) -> Result:
     return cached.generate([tokens], tokens=answer)[0]
+
+
+class Tiers(NamedTuple):
+    """One prompt's answers: computed, then found by vLLM itself, in memory, and on disk."""
+
+    cold: Result
+    native: Result
+    memory: Result
+    disk: Result
+
+    def found(self) -> set[int]:
+        """The lengths of the three hits."""
+        return {hit[2] for hit in self[1:]}
+
+
+def from_each_tier(cached: Engine, tokens: list[int]) -> Tiers:
+    cold, native = one(cached, tokens), one(cached, tokens)
+    cached.forget_gpu()
+    memory = one(cached, tokens)
+    cached.forget_gpu()
+    cached.forget_memory()
+    return Tiers(cold, native, memory, one(cached, tokens))
 
 
 def files(cached: Engine) -> set[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_engine import UNIT, deepest, files, flip, forget_since, hybrid, one
+from hybrid_engine import UNIT, deepest, files, flip, forget_since, from_each_tier, hybrid, one
 from vllm_engine import Engine, difference, prompt
 
 
@@ -40,16 +40,11 @@ def cached(shared_engine: Engine) -> Engine:
 def test_memory_and_disk_answer_as_a_native_hit(cached: Engine) -> None:
     for length in (2, UNIT, UNIT + 1, 63, 64, 65, 80, 128, 129, 333):
         tokens = prompt(length, length)
-        cold = one(cached, tokens)
-        native = one(cached, tokens)
-        cached.forget_gpu()
-        memory = one(cached, tokens)
-        cached.forget_gpu()
-        cached.forget_memory()
-        disk = one(cached, tokens)
-        assert cold[2] == 0
-        assert native[2] == memory[2] == disk[2] == deepest(length), length
-        assert difference(native, memory) == difference(native, disk) == 0, length
+        tiers = from_each_tier(cached, tokens)
+        assert tiers.cold[2] == 0
+        assert tiers.found() == {deepest(length)}, length
+        for restored in (tiers.memory, tiers.disk):
+            assert difference(tiers.native, restored) == 0, length
     assert cached.half.total("loaded_tokens_disk") > 0
     assert cached.half.total("loaded_tokens_memory") > 0
 

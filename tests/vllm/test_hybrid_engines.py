@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine import MOE, deepest, files, flip, hybrid, one
+from hybrid_engine import MOE, deepest, files, flip, from_each_tier, hybrid, one
 from vllm_engine import difference, prompt
 
 
@@ -38,15 +38,10 @@ def test_experts_and_whole_blocks_only(places: dict[str, str]) -> None:
         block = cached.half.block
         for length in (block, block + 1, 333):
             tokens = prompt(length, length)
-            one(cached, tokens)
-            native = one(cached, tokens)
-            cached.forget_gpu()
-            memory = one(cached, tokens)
-            cached.forget_gpu()
-            cached.forget_memory()
-            disk = one(cached, tokens)
-            assert native[2] == memory[2] == disk[2] == (length - 1) // block * block
-            assert difference(native, memory) == difference(native, disk) == 0
+            tiers = from_each_tier(cached, tokens)
+            assert tiers.found() == {(length - 1) // block * block}
+            for restored in (tiers.memory, tiers.disk):
+                assert difference(tiers.native, restored) == 0
         found = {}
         for length in (333, 270, 200, 150, 100):
             cached.forget_gpu()
@@ -86,12 +81,7 @@ def test_two_ranks(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> N
     tokens = prompt(300, 6)
     with hybrid(places, tensor_parallel_size=2) as pair:
         assert pair.connector.declined is None
-        one(pair, tokens)
-        native = one(pair, tokens)
-        pair.forget_gpu()
-        memory = one(pair, tokens)
-        pair.forget_gpu()
-        pair.forget_memory()
-        disk = one(pair, tokens)
-        assert native[2] == memory[2] == disk[2] == deepest(300)
-        assert difference(native, memory) == difference(native, disk) == 0
+        tiers = from_each_tier(pair, tokens)
+        assert tiers.found() == {deepest(300)}
+        for restored in (tiers.memory, tiers.disk):
+            assert difference(tiers.native, restored) == 0
