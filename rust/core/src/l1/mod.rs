@@ -187,7 +187,7 @@ impl Arena {
         let hashes: Vec<u64> = keys.iter().map(ObjectKey::hash64).collect();
         let words = vec![Cell::new(0); keys.len()];
         let mut entries = Vec::with_capacity(keys.len());
-        table.index.find_many_ahead(
+        table.index.find_many(
             &hashes,
             |i| prefetch_line(std::ptr::from_ref(table.entry(i))),
             |n, i| {

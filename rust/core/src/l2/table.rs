@@ -282,7 +282,7 @@ impl Table {
         let hashes: Vec<u64> = keys.iter().map(ObjectKey::hash64).collect();
         let mut found = Vec::with_capacity(keys.len());
         let line = |i| crate::pool::index::prefetch_line(&raw const *self.record(i));
-        self.index.find_many_ahead(&hashes, line, |n, i| self.holds(i, &keys[n]), &mut found);
+        self.index.find_many(&hashes, line, |n, i| self.holds(i, &keys[n]), &mut found);
         out.extend(found.into_iter().zip(keys).map(|(i, key)| {
             i.is_some_and(|i| self.word(i).state() == State::Present && self.holds(i, key))
         }));

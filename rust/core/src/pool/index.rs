@@ -59,18 +59,9 @@ impl Index {
         self.probe(hash64, |_, entry| eq(entry)).map(|(_, entry)| entry)
     }
 
-    /// [`Index::find`] for many: `eq(n, entry)` compares with the n-th. Appends one answer each.
+    /// [`Index::find`] for many: `eq(n, entry)` compares with the n-th, after `prefetch` was called
+    /// for what is likely to be compared soon. Appends one answer each.
     pub fn find_many(
-        &self,
-        hashes: &[u64],
-        eq: impl Fn(usize, u32) -> bool,
-        out: &mut Vec<Option<u32>>,
-    ) {
-        self.find_many_ahead(hashes, |_| (), eq, out);
-    }
-
-    /// [`Index::find_many`] that calls `prefetch` for entries it is likely to compare soon.
-    pub fn find_many_ahead(
         &self,
         hashes: &[u64],
         prefetch: impl Fn(u32),
@@ -277,7 +268,7 @@ mod tests {
                 }
                 let (entries, hashes): (Vec<u32>, Vec<u64>) = model.iter().unzip();
                 let mut found = Vec::new();
-                index.find_many(&hashes, |n, entry| entries[n] == entry, &mut found);
+                index.find_many(&hashes, |_| (), |n, entry| entries[n] == entry, &mut found);
                 assert!(found.iter().copied().eq(entries.iter().map(|&e| Some(e))));
                 index.clear(writer);
                 assert_eq!(index.entries().count(), 0);
@@ -296,7 +287,7 @@ mod tests {
             assert!(!index.insert(writer, 1, 1));
             assert!(!index.remove(writer, 1, 1));
             let mut found = Vec::new();
-            index.find_many(&[1, 2], |_, _| true, &mut found);
+            index.find_many(&[1, 2], |_| (), |_, _| true, &mut found);
             assert_eq!(found, [None, None]);
         });
     }
