@@ -14,8 +14,10 @@ use lakecache_core::pool::{Pool, PoolOptions, Role, Table, Wait};
 use lakecache_core::{ErrorKind, Namespace};
 
 use self::pool_common::{
-    Dirs, MIB, Process, Recorder, Watchdog, child_options, eventually, options,
+    Dirs, MIB, Process, Recorder, Watchdog, child_options, eventually, options, within,
 };
+
+const LONG: Duration = Duration::from_mins(1);
 
 fn spare(pool: &Pool) -> &AtomicU64 {
     &pool.root(Table::L1).spare[0]
@@ -118,7 +120,7 @@ fn a_pool_outlives_its_members_and_is_adopted() {
     assert_eq!(spare(&pool).load(Ordering::Relaxed), 2);
     assert_ne!(pool.member(), dead, "the dead member's number still has its pins");
     pool.write(Wait::Try, |_| assert_eq!(hooks.reaped(), [dead])).unwrap().unwrap();
-    assert!(pool.wait_reserved(MIB, Duration::from_secs(30)));
+    assert!(within(LONG, || pool.reserved_bytes() >= MIB));
 }
 
 #[test]
@@ -345,9 +347,9 @@ fn pieces_are_reserved_by_one_member_and_seen_by_all() {
         |role| Pool::open(PoolOptions { cpu_bytes: 100 * MIB, role, ..dirs.options() }).unwrap();
     let worker = open(Role::Worker);
     assert!(worker.pieces() > 2);
-    assert!(!worker.piece_reserved(0) && !worker.wait_reserved(1, Duration::from_millis(10)));
+    assert!(!worker.piece_reserved(0) && worker.reserved_bytes() == 0);
     let (_one, two) = (open(Role::Engine), open(Role::Engine));
-    assert!(worker.wait_reserved(u64::MAX, Duration::from_mins(1)));
+    assert!(within(LONG, || worker.reserved_bytes() == worker.gauges().data_bytes));
     assert!((0..two.pieces()).all(|piece| two.piece_reserved(piece)));
     assert_eq!(two.reserved_bytes(), two.gauges().data_bytes);
     // SAFETY: within the mapping; nobody else uses these bytes.
@@ -425,11 +427,10 @@ fn a_piece_that_would_fill_the_tmpfs_is_put_off_and_reserved_later() {
     // 16 of the 128 MiB are left to others.
     std::fs::write(&filler, vec![1; 100 << 20]).unwrap();
     let pool = Pool::open(tmpfs.options(16 * MIB)).unwrap();
-    assert!(!pool.wait_reserved(1, Duration::from_millis(300)));
+    assert!(!within(Duration::from_millis(300), || pool.reserved_bytes() > 0));
     let gauges = pool.gauges();
     assert!(gauges.reservation_put_off && gauges.put_offs > 0 && gauges.reserved_bytes == 0);
     std::fs::remove_file(&filler).unwrap();
-    pool.reserve_step().unwrap();
-    assert!(pool.wait_reserved(u64::MAX, Duration::from_secs(30)));
+    assert!(within(LONG, || pool.reserved_bytes() == pool.gauges().data_bytes));
     assert!(!pool.gauges().reservation_put_off);
 }

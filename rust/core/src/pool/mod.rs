@@ -32,7 +32,6 @@ pub use self::join::BeforeRecreate;
 pub use self::layout::{
     Geometry, L1_ENTRY_BYTES, L2_RECORD_BYTES, MEMBERS_MAX, NONE, Region, Table, TableRoot,
 };
-pub use self::reserve::ReserveOutcome;
 pub use self::writer::{TableHooks, Wait, Writer};
 
 use self::index::Index;

@@ -7,7 +7,7 @@
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{Core, Pool, Role, lock_byte, sweep};
 use crate::units::PAGE_BYTES;
@@ -24,15 +24,14 @@ const RETRY: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 
 /// What one step came to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ReserveOutcome {
+enum Outcome {
     /// All pieces are reserved.
     Complete,
-    /// This piece was reserved now.
-    Reserved(u32),
-    /// Put off: the reason.
-    PutOff(String),
-    /// Another thread or member is at it.
+    /// One was reserved now.
+    Reserved,
+    /// There is no room for the next one now.
+    PutOff,
+    /// Another member is at it.
     Elsewhere,
 }
 
@@ -40,8 +39,6 @@ pub enum ReserveOutcome {
 #[derive(Debug, Default)]
 pub(super) struct Reserver {
     signal: Signal,
-    /// Held during a step.
-    step: Mutex<()>,
     put_off: AtomicBool,
     put_offs: AtomicU64,
     warned: AtomicBool,
@@ -75,32 +72,9 @@ impl Reserver {
 }
 
 impl Pool {
-    /// Reserves the next piece.
-    pub fn reserve_step(&self) -> Result<ReserveOutcome> {
-        self.check_usable()?;
-        self.core.reserve_step()
-    }
-
     /// Bytes of the data area that are reserved.
     pub fn reserved_bytes(&self) -> u64 {
         self.core.reserved_bytes()
-    }
-
-    /// Waits until at least `bytes` of the data area (or all of it) are reserved, by whomever.
-    /// False: not within `deadline`.
-    pub fn wait_reserved(&self, bytes: u64, deadline: Duration) -> bool {
-        let until = Instant::now() + deadline;
-        let wanted = bytes.min(self.core.geometry.data_pages * PAGE_BYTES);
-        loop {
-            if self.reserved_bytes() >= wanted {
-                return true;
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            let step = left.min(Duration::from_millis(5));
-            if left.is_zero() || self.core.reserver.signal.wait(step) {
-                return self.reserved_bytes() >= wanted;
-            }
-        }
     }
 
     /// Starts the background thread of an engine's member.
@@ -133,13 +107,12 @@ fn mib(bytes: u64) -> u64 {
 }
 
 impl Core {
-    fn reserve_step(&self) -> Result<ReserveOutcome> {
-        let Ok(_step) = self.reserver.step.try_lock() else { return Ok(ReserveOutcome::Elsewhere) };
+    fn reserve_step(&self) -> Result<Outcome> {
         if self.next_piece().is_none() {
             return Ok(self.reserved_all());
         }
         if !self.files.ctl.try_exclusive(lock_byte::RESERVER)? {
-            return Ok(ReserveOutcome::Elsewhere);
+            return Ok(Outcome::Elsewhere);
         }
         let outcome = match self.next_piece() {
             Some(piece) => self.reserve_piece(piece),
@@ -159,30 +132,29 @@ impl Core {
         (0..self.geometry.pieces).find(|&piece| !self.piece_reserved(piece))
     }
 
-    fn reserved_all(&self) -> ReserveOutcome {
+    fn reserved_all(&self) -> Outcome {
         self.reserver.put_off.store(false, Ordering::Relaxed);
-        ReserveOutcome::Complete
+        Outcome::Complete
     }
 
-    fn reserve_piece(&self, piece: u32) -> Result<ReserveOutcome> {
+    fn reserve_piece(&self, piece: u32) -> Result<Outcome> {
         let (offset, bytes) = self.geometry.piece(piece);
         let mut lacking = self.lacking_for(bytes)?;
         if lacking.is_some() && self.release_idle_pools() > 0 {
             lacking = self.lacking_for(bytes)?;
         }
         if let Some(reason) = lacking {
-            return Ok(self.put_off(reason));
+            return Ok(self.put_off(&reason));
         }
         match self.mapping.allocate(self.files.file.as_fd(), offset, bytes) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                return Ok(self.put_off(error.to_string()));
+                return Ok(self.put_off(&error.to_string()));
             }
             result => result?,
         }
         self.piece_word(piece).store(1, Ordering::Release);
         self.reserver.put_off.store(false, Ordering::Relaxed);
-        self.reserver.signal.changed.notify_all();
-        Ok(ReserveOutcome::Reserved(piece))
+        Ok(Outcome::Reserved)
     }
 
     /// Why a piece of `bytes` must wait.
@@ -215,7 +187,7 @@ impl Core {
         Ok(None)
     }
 
-    fn put_off(&self, reason: String) -> ReserveOutcome {
+    fn put_off(&self, reason: &str) -> Outcome {
         self.reserver.put_off.store(true, Ordering::Relaxed);
         self.reserver.put_offs.fetch_add(1, Ordering::Relaxed);
         if !self.reserver.warned.swap(true, Ordering::Relaxed) {
@@ -228,7 +200,7 @@ impl Core {
                 RETRY.as_secs()
             );
         }
-        ReserveOutcome::PutOff(reason)
+        Outcome::PutOff
     }
 
     fn release_idle_pools(&self) -> u64 {
@@ -241,10 +213,10 @@ impl Core {
     fn reserve_all(&self) {
         loop {
             let pause = match self.reserve_step() {
-                Ok(ReserveOutcome::Complete) => return,
-                Ok(ReserveOutcome::Reserved(_)) => Duration::ZERO,
-                Ok(ReserveOutcome::Elsewhere) => LOOK_AGAIN,
-                Ok(ReserveOutcome::PutOff(_)) => RETRY,
+                Ok(Outcome::Complete) => return,
+                Ok(Outcome::Reserved) => Duration::ZERO,
+                Ok(Outcome::Elsewhere) => LOOK_AGAIN,
+                Ok(Outcome::PutOff) => RETRY,
                 Err(error) => {
                     log::warn!("reserving a piece of the pool failed, trying again later: {error}");
                     RETRY

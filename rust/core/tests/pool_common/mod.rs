@@ -172,7 +172,12 @@ pub(crate) fn child_options() -> Option<(String, PoolOptions)> {
 /// Repeats `done` for a while: a child that another test is just starting can hold a lock of this
 /// process for a moment longer than the process itself.
 pub(crate) fn eventually(done: impl Fn() -> bool) -> bool {
-    let end = Instant::now() + Duration::from_secs(10);
+    within(Duration::from_secs(10), done)
+}
+
+/// Repeats `done` until it is true, or for as long as `most`.
+pub(crate) fn within(most: Duration, done: impl Fn() -> bool) -> bool {
+    let end = Instant::now() + most;
     while !done() {
         if Instant::now() > end {
             return false;
