@@ -17,7 +17,12 @@ __all__ = [
     "__version__",
     "blake3",
     "blake3_file",
+    "clear",
+    "contents",
     "derive_keys",
+    "look",
+    "pool_lacks",
+    "probe_disk",
     "take_messages",
 ]
 
@@ -27,6 +32,15 @@ def derive_keys(namespace: bytes, kind: int, block_hashes: Sequence[bytes]) -> b
 def blake3(data: Buffer) -> bytes: ...
 def take_messages() -> list[tuple[int, str]]: ...
 def blake3_file(path: str | Path, ranges: Sequence[tuple[int, int]] | None = None) -> bytes: ...
+def look(ram_dir: str, cache_dir: str | None) -> tuple[bool, dict[str, Any] | None]: ...
+def contents(cache_dir: str) -> dict[str, Any]: ...
+def pool_lacks(
+    ram_dir: str, cache_dir: str | None, cpu_bytes: int, disk_capacity_bytes: int | None
+) -> str | None: ...
+def probe_disk(cache_dir: str) -> dict[str, Any]: ...
+def clear(
+    ram_dir: str, cache_dir: str | None, memory: bool, disk: bool
+) -> dict[str, Any] | None: ...
 
 @final
 class Cache:

@@ -17,7 +17,7 @@ import msgspec
 
 from lakecache.errors import ConfigError
 
-__all__ = ["CacheConfig", "parse_bytes"]
+__all__ = ["CacheConfig", "parse_bytes", "shown_bytes"]
 
 IoEngine = Literal["auto", "io_uring", "pread"]
 Transfer = Literal["pinned", "sync"]
@@ -91,16 +91,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Say where objects are kept, for people; without `disk` that tier is out of use."""
         parts = []
         if self.cpu_bytes:
-            parts.append(f"{_shown(self.cpu_bytes)} of memory in {self.ram_dir}")
+            parts.append(f"{shown_bytes(self.cpu_bytes)} of memory in {self.ram_dir}")
         if self.cache_dir is not None and disk:
             limit = self.disk_capacity_bytes
-            most = "the disk" if limit is None else f"at most {_shown(limit)} of disk"
+            most = "the disk" if limit is None else f"at most {shown_bytes(limit)} of disk"
             parts.append(f"{most} in {self.cache_dir}")
         return " and ".join(parts)
 
 
-def _shown(size: int) -> str:
-    for unit in ("TiB", "GiB", "MiB"):
+def shown_bytes(size: int) -> str:
+    """Write a size for people, with four digits at most."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
         count = size / _UNITS[unit.lower()]
         if count >= 1:
             return f"{count:.4g} {unit}"

@@ -227,12 +227,41 @@ fn clear_removes_an_idle_pool_and_refuses_a_used_one() {
     let dirs = Dirs::new();
     let pool = Pool::open(dirs.options()).unwrap();
     let path = pool.path().unwrap().to_path_buf();
-    let remove = || Pool::remove(&dirs.ram_dir, Some(&dirs.cache_dir));
-    assert_eq!(remove().unwrap_err().kind(), ErrorKind::Unavailable);
+    let cache_dir = Some(&*dirs.cache_dir);
+    let remove = || {
+        Pool::while_unused(&dirs.ram_dir, cache_dir, |unused| {
+            Ok(unused.remove_pool()?.unwrap_or(0))
+        })
+    };
+    let refused = remove().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable);
+    assert!(refused.to_string().contains(&std::process::id().to_string()), "{refused}");
     drop(pool);
     assert!(path.exists());
-    assert!(remove().unwrap());
-    assert!(!path.exists() && !remove().unwrap());
+    assert!(remove().unwrap().is_some_and(|bytes| bytes > 0));
+    assert!(!path.exists() && remove().unwrap() == Some(0));
+}
+
+#[test]
+fn a_look_from_outside_sees_members_and_changes_nothing() {
+    let dirs = Dirs::new();
+    let look = || Pool::look(&dirs.ram_dir, Some(&dirs.cache_dir)).unwrap();
+    std::fs::create_dir(&dirs.cache_dir).unwrap();
+    assert_eq!(look(), (false, None));
+    let options = PoolOptions { disk_capacity_bytes: Some(64 * MIB), ..dirs.options() };
+    let pool = Pool::open(options).unwrap();
+    let (used, seen) = look();
+    let seen = seen.unwrap();
+    assert!(used && Some(&*seen.path) == pool.path());
+    assert_eq!(seen.file_bytes, pool.gauges().file_bytes);
+    assert_eq!((seen.objects, seen.used_bytes), (0, 0));
+    let [member] = seen.members[..] else { panic!("{seen:?}") };
+    assert!(member.alive && member.pid == std::process::id());
+    assert_eq!(seen.disk_capacity_bytes, Some(64 * MIB));
+    assert_eq!(pool.gauges().members, 1);
+    drop(pool);
+    let (used, seen) = look();
+    assert!(!used && seen.is_some_and(|pool| pool.members.iter().all(|member| !member.alive)));
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod digest;
 mod error;
 mod lease;
 mod messages;
+mod outside;
 mod view;
 
 use pyo3::prelude::*;
@@ -29,6 +30,8 @@ mod _core {
     use super::lease::PyLease;
     #[pymodule_export]
     use super::messages::take_messages;
+    #[pymodule_export]
+    use super::outside::{clear_store, contents, look, pool_lacks, probe_disk};
     #[pymodule_export]
     use super::view::View;
     use super::{Bound, PyModule, PyModuleMethods, PyResult, messages};

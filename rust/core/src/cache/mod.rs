@@ -8,6 +8,7 @@
 mod checkpoint;
 mod copy;
 mod lease;
+mod outside;
 mod stats;
 mod writeback;
 
@@ -20,6 +21,7 @@ pub use checkpoint::Checkpoint;
 pub use copy::{Copier, Fragments, Outcome};
 use crc_fast::{CrcAlgorithm, Digest};
 pub use lease::{Lease, Tier};
+pub use outside::{Cleared, DiskAbilities, clear, disk_abilities};
 pub use stats::{Counters, Event, Stats};
 
 use crate::io::{self, Engine, EngineChoice};

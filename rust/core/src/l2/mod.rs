@@ -16,6 +16,7 @@
 //! Work on files happens without the writer lock, on a record that is WRITING or DYING and ours;
 //! its result is queued and settled by whoever next holds the lock in this process.
 
+mod contents;
 mod evict;
 pub mod format;
 mod health;
@@ -34,6 +35,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+pub use self::contents::{Contents, Removed, Stored, contents, remove_contents};
 pub use self::format::{Damage, Header};
 pub use self::lease::DiskLease;
 pub use self::publish::{NoRoom, Segment, Written};

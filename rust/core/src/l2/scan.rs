@@ -30,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// Whether a name is one that unfinished files have.
-fn is_temporary(name: &str) -> bool {
+pub(super) fn is_temporary(name: &str) -> bool {
     name.strip_prefix('.').is_some_and(|rest| rest.strip_suffix(".tmp").is_some())
 }
 

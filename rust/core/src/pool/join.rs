@@ -129,7 +129,7 @@ impl Pool {
             return Err(used_privately(&place));
         }
         let geometry = Geometry::new(&sizes(&options))?;
-        check_fits(&geometry, &options, &place)?;
+        check_fits(&geometry, &options)?;
         let id = place.pool_id()?;
         let dir = place.pool_dir(&id);
         // Before our own is made: the pool of a cache_dir that was moved has the same name.
@@ -409,7 +409,7 @@ fn used_privately(place: &Place) -> Error {
     )
 }
 
-fn sizes(options: &PoolOptions) -> Sizes {
+pub(super) fn sizes(options: &PoolOptions) -> Sizes {
     Sizes {
         cpu_bytes: options.cpu_bytes,
         transit_bytes: options.transit_bytes.max(DATA_BYTES_MIN),
@@ -421,9 +421,9 @@ fn sizes(options: &PoolOptions) -> Sizes {
 }
 
 /// Refuses what can never fit; what doesn't fit for now is put off piece by piece.
-fn check_fits(geometry: &Geometry, options: &PoolOptions, place: &Place) -> Result<()> {
+pub(super) fn check_fits(geometry: &Geometry, options: &PoolOptions) -> Result<()> {
     let bytes = geometry.file_bytes;
-    let space = sys::limits::fs_space(&place.ram_dir)?.total;
+    let space = sys::limits::fs_space(&options.ram_dir)?.total;
     if space > 0 && bytes > space {
         return Err(Error::new(
             ErrorKind::NoSpace,
@@ -432,7 +432,7 @@ fn check_fits(geometry: &Geometry, options: &PoolOptions, place: &Place) -> Resu
                  all; lower cpu_bytes, enlarge it (mount -o remount,size=..., docker --shm-size), \
                  or set another ram_dir",
                 options.cpu_bytes,
-                place.ram_dir.display()
+                options.ram_dir.display()
             ),
         ));
     }

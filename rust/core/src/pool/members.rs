@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::death::{self, Identity};
 use super::layout::{Header, MEMBER_FREE, MEMBER_USED, MEMBERS_MAX, MEMBERS_OFFSET, MemberRecord};
 use super::writer::Writer;
-use super::{Pool, lock_byte};
+use super::{MemberView, Pool, lock_byte};
 use crate::Result;
 use crate::sys::lock::LockFile;
 use crate::sys::map::Mapping;
@@ -53,6 +53,24 @@ pub(super) fn join(mapping: &Mapping, life: &LockFile, limit: Option<u64>) -> Re
         return Ok(Some(member));
     }
     Ok(None)
+}
+
+/// The members of a mapped pool, as seen by one that is none.
+pub(super) fn views(mapping: &Mapping, lock: &LockFile) -> Result<Vec<MemberView>> {
+    let mut views = Vec::new();
+    for member in all() {
+        let record = record(mapping, member);
+        if record.state.load(Ordering::Acquire) != MEMBER_USED {
+            continue;
+        }
+        let limit = record.disk_capacity_bytes.load(Ordering::Relaxed);
+        views.push(MemberView {
+            pid: record.pid.load(Ordering::Relaxed),
+            alive: lock.is_held_elsewhere(byte(member))?,
+            disk_capacity_bytes: (limit != u64::MAX).then_some(limit),
+        });
+    }
+    Ok(views)
 }
 
 impl MemberRecord {

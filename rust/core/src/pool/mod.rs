@@ -15,6 +15,7 @@ mod join;
 pub mod layout;
 pub mod list;
 mod members;
+mod outside;
 mod place;
 mod reserve;
 mod sweep;
@@ -32,6 +33,7 @@ pub use self::join::BeforeRecreate;
 pub use self::layout::{
     Geometry, L1_ENTRY_BYTES, L2_RECORD_BYTES, MEMBERS_MAX, NONE, Region, Table, TableRoot,
 };
+pub use self::outside::{MemberView, PoolView, Unused};
 pub use self::writer::{TableHooks, Wait, Writer};
 
 use self::index::Index;
@@ -410,15 +412,15 @@ impl Core {
     }
 
     fn piece_reserved(&self, piece: u32) -> bool {
-        self.piece_word(piece).load(Ordering::Acquire) & 1 == 1
+        piece_word(&self.mapping, &self.geometry, piece).load(Ordering::Acquire) & 1 == 1
     }
+}
 
-    fn piece_word(&self, piece: u32) -> &AtomicU64 {
-        assert!(piece < self.geometry.pieces, "piece {piece} of {}", self.geometry.pieces);
-        let (offset, _) = self.geometry.region(Region::Pieces);
-        // SAFETY: within the region, aligned, atomic, and mapped as long as `self`.
-        unsafe { &*self.mapping.at(offset + u64::from(piece) * 8, 8).cast() }
-    }
+fn piece_word<'a>(mapping: &'a Mapping, geometry: &Geometry, piece: u32) -> &'a AtomicU64 {
+    assert!(piece < geometry.pieces, "piece {piece} of {}", geometry.pieces);
+    let (offset, _) = geometry.region(Region::Pieces);
+    // SAFETY: within the region, aligned, atomic, and borrowed from the mapping.
+    unsafe { &*mapping.at(offset + u64::from(piece) * 8, 8).cast() }
 }
 
 impl Drop for Pool {

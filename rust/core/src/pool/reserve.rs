@@ -5,11 +5,13 @@
 //! container or the tmpfs too little is put off and tried again later.
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Core, Pool, Role, lock_byte, sweep};
+use super::{Core, Geometry, Pool, Role, lock_byte, piece_word, sweep};
+use crate::sys::map::Mapping;
 use crate::units::PAGE_BYTES;
 use crate::{ErrorKind, Result, sys};
 
@@ -102,6 +104,43 @@ impl Pool {
     }
 }
 
+/// Bytes of the data area of a mapped pool that have memory.
+pub(super) fn reserved_bytes(mapping: &Mapping, geometry: &Geometry) -> u64 {
+    let reserved =
+        |&piece: &u32| piece_word(mapping, geometry, piece).load(Ordering::Acquire) & 1 == 1;
+    (0..geometry.pieces).filter(reserved).map(|piece| geometry.piece(piece).1).sum()
+}
+
+/// Why `bytes` cannot be reserved now; for a pool with a file, on the file system of `path` too.
+pub(super) fn lacking(bytes: u64, path: Option<&Path>) -> Result<Option<String>> {
+    let kept = |of: u64| MEMORY_KEPT_BYTES.max(of / 100 * MEMORY_KEPT_PERCENT);
+    let short = |free: u64, kept: u64| free < bytes.saturating_add(kept);
+    let available = sys::limits::mem_available();
+    if short(available, kept(available)) {
+        let text = format!("the host has {} MiB of memory available", mib(available));
+        return Ok(Some(format!("{text}, of which {} are left alone", mib(kept(available)))));
+    }
+    if let Some(cgroup) = sys::limits::cgroup_limit() {
+        let free = cgroup.limit.saturating_sub(cgroup.used_without_inactive_file);
+        if short(free, kept(cgroup.limit)) {
+            let text = format!("the container's memory limit leaves {} MiB", mib(free));
+            let kept = mib(kept(cgroup.limit));
+            return Ok(Some(format!("{text}, of which {kept} are left alone")));
+        }
+    }
+    if let Some(path) = path {
+        let space = sys::limits::fs_space(path)?;
+        // A tmpfs without a size limit reports a total of zero.
+        let kept = TMPFS_KEPT_BYTES.min(space.total / TMPFS_KEPT_SHARE);
+        if space.total > 0 && short(space.free, kept) {
+            let (path, free) = (path.display(), mib(space.free));
+            let text = format!("the file system of {path} has {free} MiB free");
+            return Ok(Some(format!("{text}, of which {} are left alone", mib(kept))));
+        }
+    }
+    Ok(None)
+}
+
 fn mib(bytes: u64) -> u64 {
     bytes >> 20
 }
@@ -123,9 +162,7 @@ impl Core {
     }
 
     fn reserved_bytes(&self) -> u64 {
-        let pieces = 0..self.geometry.pieces;
-        let reserved = pieces.filter(|&piece| self.piece_reserved(piece));
-        reserved.map(|piece| self.geometry.piece(piece).1).sum()
+        reserved_bytes(&self.mapping, &self.geometry)
     }
 
     fn next_piece(&self) -> Option<u32> {
@@ -139,11 +176,11 @@ impl Core {
 
     fn reserve_piece(&self, piece: u32) -> Result<Outcome> {
         let (offset, bytes) = self.geometry.piece(piece);
-        let mut lacking = self.lacking_for(bytes)?;
-        if lacking.is_some() && self.release_idle_pools() > 0 {
-            lacking = self.lacking_for(bytes)?;
+        let mut short = lacking(bytes, self.path.as_deref())?;
+        if short.is_some() && self.release_idle_pools() > 0 {
+            short = lacking(bytes, self.path.as_deref())?;
         }
-        if let Some(reason) = lacking {
+        if let Some(reason) = short {
             return Ok(self.put_off(&reason));
         }
         match self.mapping.allocate(self.files.file.as_fd(), offset, bytes) {
@@ -152,39 +189,9 @@ impl Core {
             }
             result => result?,
         }
-        self.piece_word(piece).store(1, Ordering::Release);
+        piece_word(&self.mapping, &self.geometry, piece).store(1, Ordering::Release);
         self.reserver.put_off.store(false, Ordering::Relaxed);
         Ok(Outcome::Reserved)
-    }
-
-    /// Why a piece of `bytes` must wait.
-    fn lacking_for(&self, bytes: u64) -> Result<Option<String>> {
-        let kept = |of: u64| MEMORY_KEPT_BYTES.max(of / 100 * MEMORY_KEPT_PERCENT);
-        let short = |free: u64, kept: u64| free < bytes.saturating_add(kept);
-        let available = sys::limits::mem_available();
-        if short(available, kept(available)) {
-            let text = format!("the host has {} MiB of memory available", mib(available));
-            return Ok(Some(format!("{text}, of which {} are left alone", mib(kept(available)))));
-        }
-        if let Some(cgroup) = sys::limits::cgroup_limit() {
-            let free = cgroup.limit.saturating_sub(cgroup.used_without_inactive_file);
-            if short(free, kept(cgroup.limit)) {
-                let text = format!("the container's memory limit leaves {} MiB", mib(free));
-                let kept = mib(kept(cgroup.limit));
-                return Ok(Some(format!("{text}, of which {kept} are left alone")));
-            }
-        }
-        if let Some(path) = &self.path {
-            let space = sys::limits::fs_space(path)?;
-            // A tmpfs without a size limit reports a total of zero.
-            let kept = TMPFS_KEPT_BYTES.min(space.total / TMPFS_KEPT_SHARE);
-            if space.total > 0 && short(space.free, kept) {
-                let (path, free) = (path.display(), mib(space.free));
-                let text = format!("the file system of {path} has {free} MiB free");
-                return Ok(Some(format!("{text}, of which {} are left alone", mib(kept))));
-            }
-        }
-        Ok(None)
     }
 
     fn put_off(&self, reason: &str) -> Outcome {

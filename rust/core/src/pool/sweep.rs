@@ -7,10 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::join::{self, Found};
-use super::place::{self, Place};
-use super::{Pool, lock_byte};
-use crate::sys::lock::{LockFile, flock_exclusive};
-use crate::{Error, ErrorKind, Result};
+use super::place;
+use crate::sys::lock::flock_exclusive;
 
 const POOLS_MAX: usize = 4096;
 
@@ -83,39 +81,8 @@ impl Candidate {
 }
 
 /// A memory-only pool's directory stays, because of its lock file.
-fn remove_dir_if_empty(dir: Option<&Path>) {
+pub(super) fn remove_dir_if_empty(dir: Option<&Path>) {
     if let Some(error) = dir.and_then(|dir| std::fs::remove_dir(dir).err()) {
         log::debug!("a pool's directory stays: {error}");
-    }
-}
-
-impl Pool {
-    /// Removes the pool of `cache_dir` (or the user's memory-only one). `false`: there was none. An
-    /// error while anybody uses it.
-    pub fn remove(ram_dir: &Path, cache_dir: Option<&Path>) -> Result<bool> {
-        let place = Place::existing(ram_dir, cache_dir)?;
-        if !place.lock_path().exists() {
-            return Ok(false);
-        }
-        let lock = LockFile::open(&place.lock_path())?;
-        let _join = join::take_join_lock(&lock, &place)?;
-        let Some(id) = place.stored_pool_id()? else { return Ok(false) };
-        let path = place.pool_dir(&id).join("pool");
-        let in_use = || {
-            let text = format!("the pool {} is in use: stop its engines first", path.display());
-            Error::new(ErrorKind::Unavailable, text)
-        };
-        if !join::within_patience(|| lock.is_held_elsewhere(lock_byte::USE).map(|held| !held))? {
-            return Err(in_use());
-        }
-        let Some(file) = place::open_pool_file(&path)? else { return Ok(false) };
-        if !join::within_patience(|| flock_exclusive(&file))? {
-            return Err(in_use());
-        }
-        place::unlink_same(&file, &path)?;
-        if place.cache_dir.is_some() {
-            remove_dir_if_empty(path.parent());
-        }
-        Ok(true)
     }
 }
