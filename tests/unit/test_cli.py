@@ -194,6 +194,15 @@ def test_what_is_wrong_takes_one_sentence(arguments, text, capsys):
     assert error.count("\n") == 1
 
 
+def test_what_belongs_to_another_user(place, monkeypatch, capsys):
+    def refused(*_: Any, **__: Any) -> bool:
+        raise PermissionError(13, "Permission denied", "lock")
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert main(["stats", *place]) == 1
+    assert "run it as the user that runs the engine" in capsys.readouterr().err
+
+
 def test_arguments_that_are_unknown(capsys):
     for arguments in ([], ["empty"], ["clear", "--memory-only", "--disk-only"]):
         with pytest.raises(SystemExit) as ended:

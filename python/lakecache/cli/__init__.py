@@ -7,6 +7,7 @@ directory that is not there. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -23,12 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return COMMANDS[options.command].run(options)
-    except ConfigError as error:
-        print(f"lakecache: {error}", file=sys.stderr)
-        return 2
-    except LakeCacheError as error:
-        print(f"lakecache: {error}", file=sys.stderr)
-        return 1
+    except (LakeCacheError, OSError) as error:
+        denied = isinstance(error, OSError) and error.errno in {errno.EACCES, errno.EPERM}
+        remedy = "; run it as the user that runs the engine" if denied else ""
+        print(f"lakecache: {error}{remedy}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

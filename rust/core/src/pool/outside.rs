@@ -59,7 +59,7 @@ impl Pool {
     /// one that this version knows. Changes nothing and waits for nobody.
     pub fn look(ram_dir: &Path, cache_dir: Option<&Path>) -> Result<(bool, Option<PoolView>)> {
         let place = Place::existing(ram_dir, cache_dir)?;
-        if !place.lock_path().exists() {
+        if !was_used(&place)? {
             return Ok((false, None));
         }
         let lock = LockFile::open(&place.lock_path())?;
@@ -90,7 +90,7 @@ impl Pool {
         work: impl FnOnce(&Unused<'_>) -> Result<T>,
     ) -> Result<Option<T>> {
         let place = Place::existing(ram_dir, cache_dir)?;
-        if !place.lock_path().exists() {
+        if !was_used(&place)? {
             return Ok(None);
         }
         let lock = LockFile::open(&place.lock_path())?;
@@ -123,6 +123,12 @@ impl Unused<'_> {
         }
         Ok(Some(bytes))
     }
+}
+
+/// Whether a pool was ever opened there.
+fn was_used(place: &Place) -> Result<bool> {
+    let path = place.lock_path();
+    path.try_exists().map_err(|error| Error::io(format!("looking for {}", path.display()), error))
 }
 
 fn pool_path(place: &Place) -> Result<Option<PathBuf>> {
