@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from lakecache._records import Tracked
     from lakecache._saves import Saves
 
-__all__ = ["PUT_OFF_SECONDS", "Backlog", "Run", "is_late", "put_off"]
+__all__ = ["PUT_OFF_SECONDS", "Backlog", "Run", "is_late"]
 
-# What finds no room for this long, in steps that may take a millisecond, is not stored.
+# What finds no room for this long, in steps that may take a millisecond, is not stored; nor is what
+# has waited for this long when vLLM lacks the blocks.
 PUT_OFF_SECONDS = 2.0
+SHORT_SECONDS = 0.05
+# Attempts in a step that find no room: some hundred microseconds each, where all that is in memory
+# is in use.
+FAILURES_PER_STEP = 4
 
 
 class Run:
@@ -32,7 +37,7 @@ class Run:
     `ids` are the chunks' block ids, `per_chunk` for each, and `blocks` what pins them.
     """
 
-    __slots__ = ("blocks", "first", "ids", "per_chunk", "put_off", "tracked")
+    __slots__ = ("blocks", "first", "ids", "per_chunk", "tracked")
 
     def __init__(
         self, tracked: Tracked, first: int, ids: array[int], blocks: list[Any], per_chunk: int
@@ -42,33 +47,24 @@ class Run:
         self.ids = ids
         self.blocks = blocks
         self.per_chunk = per_chunk
-        # Since when the first of them has found no room.
-        self.put_off: float | None = None
 
-    def __bool__(self) -> bool:
-        """Whether a chunk is left."""
-        return bool(self.blocks)
+    def __len__(self) -> int:
+        """How many chunks are left."""
+        return len(self.blocks) // self.per_chunk
 
-    def take(self) -> tuple[bytes, list[Any]]:
-        """Take the first chunk out: its packed block ids, and what pins them."""
-        ids, blocks = self.ids[: self.per_chunk], self.blocks[: self.per_chunk]
-        del self.ids[: self.per_chunk], self.blocks[: self.per_chunk]
-        self.first += 1
-        self.put_off = None
+    def take(self, chunks: int = 1) -> tuple[bytes, list[Any]]:
+        """Take the first chunks out: their packed block ids, and what pins them."""
+        count = chunks * self.per_chunk
+        ids, blocks = self.ids[:count], self.blocks[:count]
+        del self.ids[:count], self.blocks[:count]
+        self.first += chunks
         return ids.tobytes(), blocks
 
 
-def put_off(waiting: Tracked | Run) -> bool:
-    """Note that something has to wait for the next step; whether that is news."""
-    if waiting.put_off is not None:
-        return False
-    waiting.put_off = time.monotonic()
-    return True
-
-
-def is_late(waiting: Tracked | Run) -> bool:
+def is_late(since: float | None, seconds: float | None = None) -> bool:
     """Whether something has waited for too long."""
-    return waiting.put_off is not None and time.monotonic() - waiting.put_off > PUT_OFF_SECONDS
+    limit = PUT_OFF_SECONDS if seconds is None else seconds
+    return since is not None and time.monotonic() - since > limit
 
 
 class Backlog:
@@ -96,7 +92,7 @@ class Backlog:
 
     def moves(self) -> bool:
         """Whether chunks will get slots in the next steps, as far as can be seen."""
-        return any(run.put_off is None for run in self._runs)
+        return any(run.tracked.no_room is None for run in self._runs)
 
     def append(self, run: Run) -> None:
         """Take over pinned chunks."""
@@ -108,27 +104,53 @@ class Backlog:
         for run in runs:
             self._saves.unpin(run.blocks)
 
-    def plan(self, plan: StepPlan, most: int) -> None:
-        """Begin to store up to `most` chunks; those without room wait, others may pass them."""
-        for run in list(self._runs):
-            while run and most > 0 and self._store(plan, run):
-                most -= 1
-            if run and is_late(run):
-                self._counts["stores_dropped"] += 1
-                self._saves.unpin(run.blocks)
-                run.blocks.clear()
+    def drop(self, tracked: Tracked) -> None:
+        """Give up a request's chunks."""
+        for run in self._runs:
+            if run.tracked is tracked:
+                self._saves.unpin(run.take(len(run))[1])
         self._runs = [run for run in self._runs if run]
+
+    def plan(self, plan: StepPlan, most: int, *, short: bool = False) -> list[Tracked]:
+        """Begin to store up to `most` chunks; those without room wait, others may pass them.
+
+        Gives the requests of which nothing more can be stored: they have waited for too long, or
+        wait while vLLM is `short` of blocks.
+        """
+        failed: set[Tracked] = set()
+        for run in self._runs:
+            while run and most > 0 and len(failed) < FAILURES_PER_STEP:
+                if self._store(plan, run):
+                    most -= 1
+                    continue
+                if run.first == run.tracked.next_save:
+                    failed.add(run.tracked)
+                break
+        runs = [run for run in self._runs if run]
+        if len(failed) == FAILURES_PER_STEP:
+            # Others have their turn in the next step.
+            runs.sort(key=lambda run: run.tracked in failed)
+        self._runs = runs
+        limit = SHORT_SECONDS if short else None
+        late = dict.fromkeys(
+            run.tracked for run in self._runs if is_late(run.tracked.no_room, limit)
+        )
+        for tracked in late:
+            self._counts["stores_dropped"] += 1
+            self.drop(tracked)
+        return list(late)
 
     def _store(self, plan: StepPlan, run: Run) -> bool:
         """Begin to store the first chunk of a run; False where it has to wait."""
         tracked, index = run.tracked, run.first
         keys, space = tracked.keys, tracked.space
-        if index < tracked.next_save or space is None:
-            self._saves.unpin(run.take()[1])
+        done = len(run) if space is None else min(tracked.next_save - index, len(run))
+        if done > 0 or space is None:
+            self._saves.unpin(run.take(done)[1])
             return True
         if index > tracked.next_save:
             # What comes before it is not stored, and without that it would not be found.
-            self._wait(run)
+            self._wait(tracked)
             return False
         key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
         slot = self._cache.reserve(
@@ -139,16 +161,21 @@ class Backlog:
         )  # fmt: skip
         if slot is not None:
             self._saves.start(plan, KIND_CHUNK, slot, *run.take())
-        elif not self._cache.lookup(key)[0]:
-            # No room, a busy lock, or somebody is writing it: perhaps in the next step.
-            self._wait(run)
-            return False
+            stored = 1
         else:
-            # Left over behind a lost one: as recent now as what is stored around it.
-            self._cache.touch(keys[: (index + 1) * KEY_BYTES])
-            self._saves.unpin(run.take()[1])
-        tracked.next_save = index + 1
+            stored = self._cache.lookup(keys[index * KEY_BYTES : (index + len(run)) * KEY_BYTES])[0]
+            if not stored:
+                # No room, a busy lock, or somebody is writing it: perhaps in the next step.
+                self._wait(tracked)
+                return False
+            # Left over behind lost ones: as recent now as what is stored around them.
+            self._cache.touch(keys[: (index + stored) * KEY_BYTES])
+            self._saves.unpin(run.take(stored)[1])
+        tracked.no_room = None
+        tracked.next_save = index + stored
         return True
 
-    def _wait(self, run: Run) -> None:
-        self._counts["stores_put_off"] += put_off(run)
+    def _wait(self, tracked: Tracked) -> None:
+        if tracked.no_room is None:
+            tracked.no_room = time.monotonic()
+            self._counts["stores_put_off"] += 1

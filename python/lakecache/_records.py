@@ -79,6 +79,7 @@ class Tracked:
         "load",
         "local",
         "next_save",
+        "no_room",
         "objects",
         "pinned",
         "put_off",
@@ -102,8 +103,10 @@ class Tracked:
         self.load: Load | None = None
         self.same_step = False
         self.failures = 0
-        # Since when chunks could not be pinned; the next chunk to pin, and the next to get a slot.
+        # Since when no chunk could be pinned, and since when none got a slot; the next chunk to
+        # pin, and the next to get a slot.
         self.put_off: float | None = None
+        self.no_room: float | None = None
         self.pinned = 0
         self.next_save = -1
         # Of models with recurrent state: the keys of the states at every multiple of the hash

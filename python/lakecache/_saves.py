@@ -57,13 +57,13 @@ class Saves:
         """Whether this save is under way."""
         return job in self._jobs
 
-    def room(self, blocks: int) -> bool:
-        """Whether so many more blocks may be pinned."""
+    def room(self, blocks: int, before: int = 0) -> bool:
+        """Whether an object's blocks may be pinned, after so many others that are about to be."""
         most = max(self.num_blocks // PINNED_SHARE, blocks)
         return (
             self._pool is not None
             and len(self._jobs) < IN_FLIGHT
-            and self.pinned_blocks + blocks <= most
+            and self.pinned_blocks + before + blocks <= most
         )
 
     def pin(self, ids: Sequence[int]) -> list[Any]:

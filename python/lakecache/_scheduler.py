@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakecache._backlog import Backlog, Run, is_late, put_off
+from lakecache._backlog import Backlog, Run, is_late
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
@@ -94,6 +94,10 @@ class SchedulerHalf:
         # Of the step before, which the GPU may still be computing.
         self._tokens_before = 0
         self._same_step = False
+        # Since the last step was planned: whether vLLM had no blocks for a request that runs, and
+        # for the last one that was to begin.
+        self.short_of_blocks = False
+        self.unplaced = False
         self._plan = StepPlan()
         self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
@@ -285,6 +289,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Start the load that `matched` promised, or let go of it; watch the prompt for saving."""
+        self.unplaced = False
         tracked = self._track(request)
         if external > 0:
             self._start_load(tracked, blocks.get_block_ids(), external)
@@ -395,6 +400,8 @@ class SchedulerHalf:
             self.policy.clock.planned(output)
         tokens = output.total_num_scheduled_tokens
         tokens_before, self._tokens_before = self._tokens_before, tokens
+        short = self.short_of_blocks or self.unplaced
+        self.short_of_blocks = self.unplaced = False
         if not self._saving and not self.backlog and not self.loads.to_plan():
             return IDLE
         plan = self._plan = StepPlan()
@@ -403,7 +410,8 @@ class SchedulerHalf:
         # that needs the GIL.
         if self.backlog and (tokens or not tokens_before):
             most = STORES_PER_STEP + min(tokens, tokens_before) // self.chunk
-            self.backlog.plan(plan, most)
+            for tracked in self.backlog.plan(plan, most, short=short):
+                self._stop_saving(tracked)
         if self._saving:
             self._pin_computed(output)
         return plan if plan else IDLE
@@ -458,7 +466,7 @@ class SchedulerHalf:
             return
         first, ids = tracked.pinned, array("i")
         per_chunk = self.chunk // self.block * len(self._groups.attention)
-        while tracked.pinned < ready and self.saves.room(len(ids) + per_chunk):
+        while tracked.pinned < ready and self.saves.room(per_chunk, len(ids)):
             chunk = array("i", self._chunk_blocks(table, tracked.pinned, 0))
             if len(chunk) != per_chunk or not all(chunk):
                 break
@@ -466,21 +474,26 @@ class SchedulerHalf:
             tracked.pinned += 1
         if ids:
             self.backlog.append(Run(tracked, first, ids, self.saves.pin(ids), per_chunk))
-        if tracked.pinned == ready:
             tracked.put_off = None
-        elif put_off(tracked):
+        if tracked.pinned < ready and tracked.put_off is None:
+            tracked.put_off = time.monotonic()
             self.counts["stores_put_off"] += 1
 
     def _gives_up(self, tracked: Tracked) -> bool:
         """Whether a chunk has waited for too long for its blocks to be pinned."""
-        late = is_late(tracked)
+        late = is_late(tracked.put_off)
         self.counts.update({"stores_dropped": 1} if late else {})
         return late
 
-    def _stop_saving(self) -> None:
-        """Give up all chunks that are not on their way yet."""
-        self._saving.clear()
-        self.backlog.clear()
+    def _stop_saving(self, tracked: Tracked | None = None) -> None:
+        """Give up all chunks that are not on their way yet: a request's, or everybody's."""
+        if tracked is None:
+            self._saving.clear()
+            self.backlog.clear()
+            return
+        self.backlog.drop(tracked)
+        if self._saving.get(tracked.request.request_id) is tracked:
+            del self._saving[tracked.request.request_id]
 
     # What came back
 
@@ -520,6 +533,7 @@ class SchedulerHalf:
             if tracked is not None:
                 tracked.failures += 1
                 # It is computed now, so what turned out to be lost can be stored anew.
+                self.backlog.drop(tracked)
                 tracked.next_save = tracked.pinned = -1
         if load.lease is not None:
             load.lease.close()

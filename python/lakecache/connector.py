@@ -265,7 +265,10 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is None:
             return 0, False
         try:
-            return self.scheduler.matched(request, num_computed_tokens)
+            found = self.scheduler.matched(request, num_computed_tokens)
+            # It wants blocks now, until it is told that it has them.
+            self.scheduler.unplaced = found[0] is not None
+            return found
         except Exception:
             self._failed("get_num_new_matched_tokens")
             return 0, False
@@ -355,7 +358,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether pins will soon go, so that waiting beats preempting."""
-        return self.scheduler is not None and self.scheduler.pending_frees()
+        if self.scheduler is None:
+            return False
+        # vLLM asks when it has no blocks for a request that runs.
+        self.scheduler.short_of_blocks = True
+        return self.scheduler.pending_frees()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping for the workers' acknowledgements."""
