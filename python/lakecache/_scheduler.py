@@ -475,6 +475,8 @@ class SchedulerHalf:
         if ids:
             self.backlog.append(Run(tracked, first, ids, self.saves.pin(ids), per_chunk))
             tracked.put_off = None
+            # If it is not through, it goes on behind the others.
+            self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
         if tracked.pinned < ready and tracked.put_off is None:
             tracked.put_off = time.monotonic()
             self.counts["stores_put_off"] += 1

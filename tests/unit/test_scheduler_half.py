@@ -211,6 +211,35 @@ def test_slow_copies_delay_stores_and_lose_none(
     assert bench.leaks() == []
 
 
+def test_a_long_prompt_leaves_room_for_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backlog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_scheduler, "time", _backlog.time)
+    now = 0.0
+    bench.half.saves.num_blocks = 8
+    requests = [Request(1024), Request(256, block_hashes=[bytes([100 + i]) * 32 for i in range(8)])]
+    for request in requests:
+        bench.allocate(request, 0)
+    state = SimpleNamespace(get_block_ids=lambda _: ([*range(1, 100)],))
+    for number in range(24):
+        tokens = {r.request_id: 1 if number else r.num_tokens for r in requests}
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens, total_num_scheduled_tokens=2,
+            kv_connector_block_state=state,
+        )  # fmt: skip
+        plan = bench.half.plan_step(output)  # type: ignore[arg-type]
+        for request in requests:
+            request.num_computed_tokens += tokens[request.request_id]
+        now += 0.4
+        bench.acknowledge(plan)
+    assert bench.half.total("stores_dropped") == 0
+    assert bench.half.total("stores") == 20
+    for request in requests:
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
 def test_what_lies_behind_lost_chunks_is_not_kept_pinned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
