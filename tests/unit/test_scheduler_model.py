@@ -193,7 +193,9 @@ class Engine(scheduler.Bench):
         self.epoch = 0
         # What has to be stored under a key: a list of pieces.
         self.expected: dict[bytes, list[bytes]] = {}
-        self.restored = 0
+        self.restored = self.same_step = 0
+        # Requests at a time.
+        self.most = 12
 
     # Content
 
@@ -393,6 +395,7 @@ class Engine(scheduler.Bench):
             request.state, request.received = "loading", None
             request.num_computed_tokens = done
             return True
+        request.num_computed_tokens = done
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -421,20 +424,25 @@ class Engine(scheduler.Bench):
     def execute(self) -> None:
         """The oldest step in flight: its forward, then its copies begin, then it comes back."""
         work, plan = self.steps.popleft()
+        for ident, name, count in plan.loads:
+            if name is not None:
+                self.loads[ident] = SimpleNamespace(
+                    name=name, count=count, begun=0, done=0, failed=False
+                )
+        for ident, index, kind, entry, _, ids in plan.chunks:
+            load = self.loads.get(ident)
+            if load is None:
+                # The forward waits for these, and nobody for their acknowledgement.
+                self.place(kind, entry, ids)
+                self.copies_under_way.append((self.acknowledge_copy, (ident, index)))
+                self.same_step += index == 0
+            elif not load.failed:
+                load.begun += 1
+                self.copies_under_way.append((self.load, (ident, index, kind, entry, ids)))
         for request, begin, end, blocks, life, writes in work:
             self.forward(
                 request, begin, end, blocks, writes, current=self.is_current(request, life)
             )
-        for ident, name, count in plan.loads:
-            assert name is not None
-            self.loads[ident] = SimpleNamespace(
-                name=name, count=count, begun=0, done=0, failed=False, ranks=self.ranks
-            )
-        for ident, index, kind, entry, _, ids in plan.chunks:
-            load = self.loads[ident]
-            if not load.failed:
-                load.begun += 1
-                self.copies_under_way.append((self.load, (ident, index, kind, entry, ids)))
         for ident in plan.failed:
             if ident in self.loads:
                 self.loads[ident].failed = True
@@ -525,14 +533,20 @@ class Engine(scheduler.Bench):
 
     def load(self, report: WorkerReport, ident: int, index: int, kind: int, entry: int,
              ids: bytes) -> None:  # fmt: skip
-        load, slot = self.loads[ident], self.cache.pool.slots[entry]
-        assert slot.state == 1
-        assert slot.pins > 0
+        load = self.loads[ident]
         load.done += 1
         if self.random.random() < FaultyCache.faults / self.ranks:
             load.failed = True
         if load.failed:
             return
+        self.place(kind, entry, ids)
+        self.acknowledge_copy(report, ident, index)
+
+    def place(self, kind: int, entry: int, ids: bytes) -> None:
+        """Copy an object into blocks."""
+        slot = self.cache.pool.slots[entry]
+        assert slot.state == 1
+        assert slot.pins > 0
         pieces = list(self.expected[slot.key])
         for number, block in enumerate(array("i", ids)):
             if kind != KIND_CHUNK and number < self.state_groups:
@@ -542,6 +556,8 @@ class Engine(scheduler.Bench):
                 piece = pieces.pop(0) if pieces else None
                 if block and piece is not None:
                     self.pool.blocks[block].content[unit] = piece
+
+    def acknowledge_copy(self, report: WorkerReport, ident: int, index: int) -> None:
         report.copied[ident, index] = self.ranks
 
     # Random work
@@ -562,7 +578,7 @@ class Engine(scheduler.Bench):
     def act(self) -> None:
         chance = self.random.random()
         self.now += self.random.choice([0.0, 0.001, 0.01, 0.3])
-        if chance < 0.12 and len(self.waiting) < 6:
+        if chance < 0.12 and len(self.waiting) + len(self.running) < self.most:
             self.add()
         elif chance < 0.16 and (living := [*self.running, *self.waiting]):
             self.end(self.random.choice(living))
@@ -757,3 +773,19 @@ def test_nothing_is_mixed_up_or_left_behind(make: Make, kind: type[Engine], seed
     if not FaultyCache.faults:
         assert engine.half.total("errors") == 0
         assert engine.half.total("stores") > 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loads_within_the_step_are_whole_and_end(make: Make, seed: int) -> None:
+    engine = make(Engine, seed, ranks=1 + seed % 2)
+    engine.half._same_step, engine.most = True, 1 + seed // 3
+    for number in range(1500):
+        if number % 20 == 0:
+            # What the GPU holds is not loaded.
+            engine.pool.by_hash.clear()
+        engine.act()
+    engine.wind_down(step_seconds=0.01)
+    assert engine.leaks() == []
+    assert engine.half.total("errors") == 0
+    assert engine.same_step > 3
+    assert engine.same_step == engine.half.total("loads_same_step")
