@@ -8,14 +8,13 @@ later steps, for some chunks in each.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lakecache._support import KEY_BYTES, KIND_CHUNK
 
 if TYPE_CHECKING:
-    from array import array
-
     from lakecache._metadata import StepPlan, Tally
     from lakecache._records import Tracked
     from lakecache._saves import Saves
@@ -94,9 +93,26 @@ class Backlog:
         """Whether chunks will get slots in the next steps, as far as can be seen."""
         return any(run.tracked.no_room is None for run in self._runs)
 
-    def append(self, run: Run) -> None:
-        """Take over pinned chunks."""
-        self._runs.append(run)
+    def pin(
+        self, tracked: Tracked, ready: int, per_chunk: int, blocks_of: Callable[[int], bytes]
+    ) -> bool:
+        """Pin the blocks of a request's chunks up to `ready`, as far as that is allowed; whether
+        there were any. `blocks_of` gives a chunk's packed block ids.
+        """
+        first, ids = tracked.pinned, array("i")
+        while tracked.pinned < ready and self._saves.room(per_chunk, len(ids)):
+            chunk = array("i", blocks_of(tracked.pinned))
+            if len(chunk) != per_chunk or not all(chunk):
+                break
+            ids.extend(chunk)
+            tracked.pinned += 1
+        if ids:
+            self._runs.append(Run(tracked, first, ids, self._saves.pin(ids), per_chunk))
+            tracked.put_off = None
+        if tracked.pinned < ready and tracked.put_off is None:
+            tracked.put_off = time.monotonic()
+            self._counts["stores_put_off"] += 1
+        return bool(ids)
 
     def clear(self) -> None:
         """Give all of them up."""

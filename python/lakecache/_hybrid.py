@@ -256,6 +256,16 @@ class HybridSchedulerHalf(SchedulerHalf):
             table = None if tables is None else tables.get_block_ids(request_id)
             if tracked is not None and table is not None:
                 self._take_offers(tracked, entries, table)
+        self._store_states(plan)
+        return plan if plan else IDLE
+
+    def plan_rest(self) -> StepPlan:
+        """See `SchedulerHalf.plan_rest`."""
+        plan = super().plan_rest()
+        self._store_states(plan)
+        return plan
+
+    def _store_states(self, plan: StepPlan) -> None:
         for _ in range(len(self._offers)):
             offer = self._offers.pop(0)
             try:
@@ -265,7 +275,6 @@ class HybridSchedulerHalf(SchedulerHalf):
                 raise
             if waits:
                 self._offers.append(offer)
-        return plan if plan else IDLE
 
     def finished_tail(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-__all__ = ["IDLE", "CacheStats", "Handshake", "StepPlan", "Tally", "WorkerReport"]
+__all__ = [
+    "IDLE",
+    "CacheStats",
+    "Handshake",
+    "StepPlan",
+    "Tally",
+    "WorkerReport",
+]
 
 STATS_SECONDS = 1.0
 
@@ -112,6 +120,23 @@ class Handshake(KVConnectorHandshakeMetadata):
     same_step: bool = False
     # One sentence, where this worker cannot take part.
     declined: str | None = None
+
+    @staticmethod
+    def disagreement(told: Sequence[Handshake], ranks: int, pool_id: str) -> str | None:
+        """Say in one sentence why workers that answer so cannot serve; None if they can."""
+        refused = next((worker.declined for worker in told if worker.declined), None)
+        if refused:
+            return refused
+        if len(told) != ranks:
+            return f"{len(told)} of {ranks} workers answered the handshake"
+        if any(worker.pool_id != pool_id for worker in told):
+            return (
+                "a worker has another shared-memory pool than the scheduler (another host, or "
+                "another /dev/shm); run all ranks on one host with one /dev/shm"
+            )
+        if any(worker.part_bytes != told[0].part_bytes for worker in told):
+            return "the ranks' shares of an object differ in size"
+        return None
 
 
 @dataclass

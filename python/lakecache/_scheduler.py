@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 from array import array
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakecache._backlog import Backlog, Run, is_late
+from lakecache._backlog import Backlog, is_late
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
@@ -125,18 +126,9 @@ class SchedulerHalf:
     def handshake(self, workers: dict[tuple[int, int], Handshake]) -> None:
         """Compare the workers' answers; any disagreement declines caching for good."""
         told = [workers[place] for place in sorted(workers)]
-        refused = next((worker.declined for worker in told if worker.declined), None)
+        refused = Handshake.disagreement(told, self.ranks, self._cache.pool_id)
         if refused:
             self._decline(refused)
-        elif len(told) != self.ranks:
-            self._decline(f"{len(told)} of {self.ranks} workers answered the handshake")
-        elif any(worker.pool_id != self._cache.pool_id for worker in told):
-            self._decline(
-                "a worker has another shared-memory pool than the scheduler (another host, or "
-                "another /dev/shm); run all ranks on one host with one /dev/shm"
-            )
-        elif any(worker.part_bytes != told[0].part_bytes for worker in told):
-            self._decline("the ranks' shares of an object differ in size")
         else:
             self.part_bytes = told[0].part_bytes
             self.spaces.ranks = [worker.identity for worker in told]
@@ -464,22 +456,12 @@ class SchedulerHalf:
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
         if not self._keys(tracked) or table is None:
             return
-        first, ids = tracked.pinned, array("i")
         per_chunk = self.chunk // self.block * len(self._groups.attention)
-        while tracked.pinned < ready and self.saves.room(per_chunk, len(ids)):
-            chunk = array("i", self._chunk_blocks(table, tracked.pinned, 0))
-            if len(chunk) != per_chunk or not all(chunk):
-                break
-            ids.extend(chunk)
-            tracked.pinned += 1
-        if ids:
-            self.backlog.append(Run(tracked, first, ids, self.saves.pin(ids), per_chunk))
-            tracked.put_off = None
+        if self.backlog.pin(
+            tracked, ready, per_chunk, lambda index: self._chunk_blocks(table, index, 0)
+        ):
             # If it is not through, it goes on behind the others.
             self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
-        if tracked.pinned < ready and tracked.put_off is None:
-            tracked.put_off = time.monotonic()
-            self.counts["stores_put_off"] += 1
 
     def _gives_up(self, tracked: Tracked) -> bool:
         """Whether a chunk has waited for too long for its blocks to be pinned."""
@@ -599,6 +581,12 @@ class SchedulerHalf:
     def explain(self) -> dict[str, Any]:
         """Give the estimates that decide between loading and computing, and the last decision."""
         return {} if self.policy is None else self.policy.explain()
+
+    def plan_rest(self) -> StepPlan:
+        """Plan all that waits for slots, as no further step comes."""
+        plan = StepPlan()
+        self.backlog.plan(plan, sys.maxsize)
+        return plan
 
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""

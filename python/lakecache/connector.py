@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -61,6 +62,8 @@ NOTHING = KVConnectorTransferResults()
 # Worker halves of this process whose copies are over, by engine: with the engine in one process
 # vLLM shuts the worker down first, and its last acknowledgements would be lost.
 _drained_workers: dict[str, WorkerHalf] = {}
+# The other way round, by engine, for what a worker in the same process has still to copy.
+_schedulers: WeakValueDictionary[str, SchedulerHalf] = WeakValueDictionary()
 
 
 def _guarded(
@@ -132,6 +135,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config, kv_cache_config, config, cache,
                 groups=groups, geometry=geometry, unstable=unstable,
             )  # fmt: skip
+            _schedulers[self._engine_id] = self.scheduler
         else:
             self.worker = WorkerHalf(
                 vllm_config, kv_cache_config, config, cache,
@@ -396,16 +400,27 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Finish copies, write back, leave the pool; each step is bounded. Safe to repeat."""
         worker, self.worker = self.worker, None
         if worker is not None:
+            self._store_rest(worker)
             worker.shutdown()
             _drained_workers[self._engine_id] = worker
             _messages.pass_on(log)
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
+            _schedulers.pop(self._engine_id, None)
             drained = _drained_workers.pop(self._engine_id, None)
             if drained is not None:
                 scheduler.report(drained.take_report(), (), ())
             scheduler.shutdown()
             _messages.pass_on(log)
+
+    def _store_rest(self, worker: WorkerHalf) -> None:
+        """Begin to copy what no step was left for, where no message to other ranks is needed."""
+        scheduler = _schedulers.get(self._engine_id)
+        if scheduler is not None and scheduler.ranks == 1:
+            try:
+                worker.start_stores(scheduler.plan_rest())
+            except Exception:
+                self._failed("shutdown")
 
 
 class MiniCacheConnector(CacheConnector):

@@ -295,6 +295,17 @@ def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
     assert bench.leaks() == []
 
 
+def test_the_rest_is_planned_at_the_end(bench: Bench) -> None:
+    request = bench.begin(90)
+    bench.step(request, 90, (80,))
+    bench.finish(request)
+    plan = bench.half.plan_rest()
+    assert sorted(kind for _, kind, *_ in plan.stores) == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
+    bench.acknowledge(plan)
+    assert bench.hit(90) == 80
+    assert bench.leaks() == []
+
+
 def test_half_an_offer_is_refused(bench: Bench) -> None:
     request = bench.begin(90)
     table = (TABLES[0], TABLES[1][:2], TABLES[2])

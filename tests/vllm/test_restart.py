@@ -90,3 +90,18 @@ def test_adoption_and_verification(places: dict[str, str]) -> None:
         got = again.generate([tokens])[0]
         assert (got[2], *sources(again)) == (HIT, 0, HIT)
         assert difference(cold, got) == 0
+
+
+def test_an_engine_that_ends_at_once_loses_nothing(places: dict[str, str]) -> None:
+    """In one process vLLM takes no step after the last token, and the chunks have no slots yet."""
+    from vllm import SamplingParams
+
+    tokens = prompt(300, 43)
+    with engine(places) as first:
+        sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        first.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
+        assert first.half.backlog
+        assert not first.half.saves
+    with engine(places) as second:
+        second.generate([tokens])
+        assert sources(second) == (HIT, 0)

@@ -1,0 +1,283 @@
+"""Chunks that wait for slots, their blocks pinned: order, fairness, and what is given up when."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fakes import core as fake
+
+pytest.importorskip("vllm")
+
+from fakes.scheduler import Bench, Request
+from lakecache import _backlog, _scheduler
+from lakecache._metadata import IDLE
+from lakecache.connector import LakeCacheConnector
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Bench:
+    fake.pools.clear()
+    return Bench(monkeypatch, tmp_path)
+
+
+def test_the_step_that_computes_only_pins(bench: Bench) -> None:
+    request, other = Request(640), Request(64)
+    other.block_hashes = [bytes([100 + i]) * 32 for i in range(2)]
+    bench.allocate(request, 0)
+    assert bench.step(request, 640) is IDLE
+    assert bench.pool.pinned() == 20
+    # It ends before any of it is stored. The next step has nothing to compute: it is left alone.
+    bench.half.finished(request.request_id)
+    assert bench.step() is IDLE
+    # What comes later neither overtakes nor waits for all of it.
+    bench.allocate(other, 0)
+    plans = [bench.step(other, 64), *(bench.step() for _ in range(5))]
+    assert [len(plan.stores) for plan in plans] == [4, 0, 4, 3, 0, 0]
+    for plan in plans:
+        bench.acknowledge(plan)
+    bench.half.finished(other.request_id)
+    assert bench.leaks() == []
+    assert bench.half.matched(Request(640), 0) == (639, True)
+
+
+def test_more_is_stored_while_more_is_computed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "total", lambda scheduled: sum(scheduled.values()))
+    bench.half.policy = None
+    request = Request(2560)
+    bench.allocate(request, 0)
+    assert bench.step(request, 640) is IDLE
+    # As many as a step computes, and some more; a small step has time for those alone.
+    assert len(bench.step(request, 1280).stores) == 10
+    assert len(bench.step(request, 640).stores) == 14
+    assert len(bench.step(request, 1).stores) == 4
+
+
+def test_chunks_behind_one_without_room_wait_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 128)
+    bench.cache.pool.refuse_reserve = True
+    assert bench.step(request, 128) is IDLE
+    assert bench.step(request, 1) is IDLE
+    bench.cache.pool.refuse_reserve = False
+    plan = bench.step(request, 1)
+    stored = [array("i", ids).tolist() for *_, ids in plan.stores]
+    assert stored == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_the_engine_preempts_rather_than_wait_for_room(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    assert bench.half.pending_frees()
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 1)
+    # Nobody knows when the store has room again.
+    assert not bench.half.pending_frees()
+    assert bench.half.pending_stores()
+    bench.cache.pool.refuse_reserve = False
+    plan = bench.step(request, 1)
+    assert bench.half.pending_frees()
+    bench.acknowledge(plan)
+    assert not bench.half.pending_frees()
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_what_waits_for_room_makes_room_for_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = object.__new__(LakeCacheConnector)
+    connector.scheduler, connector.worker = bench.half, None
+    request, other = Request(256), Request(64)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    bench.half.finished(request.request_id)
+    bench.cache.pool.refuse_reserve = True
+    bench.half.finished(request.request_id)
+    for _ in range(3):
+        bench.step()
+    assert bench.pool.pinned() == 8
+    # It is looked at, but gets no blocks. What waits only since the last step is not given up.
+    assert connector.get_num_new_matched_tokens(other, 0) == (0, False)
+    bench.step()
+    assert bench.pool.pinned() == 8
+    monkeypatch.setattr(_backlog, "SHORT_SECONDS", 0.0)
+    assert connector.get_num_new_matched_tokens(other, 0) == (0, False)
+    bench.allocate(other, 0)
+    bench.step()
+    assert bench.pool.pinned() == 8
+    assert connector.get_num_new_matched_tokens(other, 0) == (0, False)
+    bench.step()
+    assert bench.pool.pinned() == 0
+    assert bench.half.total("stores_dropped") == 1
+    # A request that runs needs blocks.
+    bench.allocate(other, 0)
+    for _ in range(2):
+        bench.step(other, 64)
+    assert bench.pool.pinned() == 2
+    assert not connector.has_pending_block_frees()
+    bench.step(other, 1)
+    bench.half.finished(other.request_id)
+    assert bench.leaks() == []
+
+
+def test_room_that_comes_slowly_serves_all_of_a_prompt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(_backlog, "time", clock)
+    now = 0.0
+    request = Request(1024)
+    bench.allocate(request, 0)
+    stored = 0
+    monkeypatch.setattr(_scheduler, "STORES_PER_STEP", 1)
+    for number in range(40):
+        # Room for a chunk each second; the prompt's second half is computed in the second step.
+        bench.cache.pool.refuse_reserve = True
+        bench.acknowledge(bench.step(request, 512 if number < 2 else 1))
+        now += 1.0
+        bench.cache.pool.refuse_reserve = False
+        plan = bench.step(request, 1)
+        bench.acknowledge(plan)
+        stored += len(plan.stores)
+    assert stored == 16
+    assert bench.half.total("stores_dropped") == 0
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_slow_copies_delay_stores_and_lose_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backlog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_scheduler, "time", _backlog.time)
+    now = 0.0
+    # Two chunks may be pinned at a time.
+    bench.half.saves.num_blocks = 8
+    request = Request(1024)
+    bench.allocate(request, 0)
+    stored = 0
+    for number in range(20):
+        plan = bench.step(request, 1024 if number == 0 else 1)
+        assert bench.pool.pinned() <= 4
+        now += 1.0
+        bench.acknowledge(plan)
+        stored += len(plan.stores)
+    assert stored == 16
+    assert bench.half.total("stores_dropped") == 0
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_a_long_prompt_leaves_room_for_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_backlog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_scheduler, "time", _backlog.time)
+    now = 0.0
+    bench.half.saves.num_blocks = 8
+    requests = [Request(1024), Request(256, block_hashes=[bytes([100 + i]) * 32 for i in range(8)])]
+    for request in requests:
+        bench.allocate(request, 0)
+    state = SimpleNamespace(get_block_ids=lambda _: ([*range(1, 100)],))
+    for number in range(24):
+        tokens = {r.request_id: 1 if number else r.num_tokens for r in requests}
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens, total_num_scheduled_tokens=2,
+            kv_connector_block_state=state,
+        )  # fmt: skip
+        plan = bench.half.plan_step(output)  # type: ignore[arg-type]
+        for request in requests:
+            request.num_computed_tokens += tokens[request.request_id]
+        now += 0.4
+        bench.acknowledge(plan)
+    assert bench.half.total("stores_dropped") == 0
+    assert bench.half.total("stores") == 20
+    for request in requests:
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_what_lies_behind_lost_chunks_is_not_kept_pinned(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(512)
+    bench.allocate(request, 0)
+    bench.cache.pool.refuse_reserve = True
+    bench.step(request, 128)
+    bench.step(request, 128)
+    monkeypatch.setattr(_backlog, "PUT_OFF_SECONDS", 0.0)
+    bench.step(request, 1)
+    bench.cache.pool.refuse_reserve = False
+    # Nobody would find them.
+    bench.step(request, 200)
+    assert bench.pool.pinned() == 0
+    assert bench.half.total("stores_dropped") == 1
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_a_full_store_is_not_asked_for_everybody_in_each_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(64, block_hashes=[bytes([100 + i]) * 32] * 2) for i in range(20)]
+    asked: list[bytes] = []
+    with monkeypatch.context() as full:
+        full.setattr(bench.cache, "reserve", lambda space, key, *rest: asked.append(key))
+        for request in requests:
+            bench.allocate(request, 0)
+            bench.step(request, 64)
+        asked.clear()
+        for _ in range(5):
+            bench.step(requests[0], 1)
+    # Each has its turn.
+    assert len(asked) == len(set(asked)) == 5 * _backlog.FAILURES_PER_STEP
+    plans = [bench.step(requests[0], 1) for _ in range(10)]
+    assert sum(len(plan.stores) for plan in plans) == 20
+    for plan in plans:
+        bench.acknowledge(plan)
+    for request in requests:
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_chunks_that_another_has_stored_go_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Request(1280), Request(1280)
+    for request in (one, other):
+        bench.allocate(request, 0)
+    monkeypatch.setattr(_scheduler, "STORES_PER_STEP", 20)
+    bench.step(one, 1280)
+    bench.acknowledge(bench.step(other, 1280))
+    assert bench.pool.pinned() == 40
+    bench.step(other, 1)
+    # Their ages are set once, not for each chunk anew.
+    assert bench.pool.pinned() == 0
+    assert len(bench.cache.pool.touched) == 20
+    for request in (one, other):
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    assert bench.pool.pinned() == 8
+    assert bench.half.reset()
+    assert bench.pool.pinned() == 0
+    assert bench.step(request, 1) is IDLE
+    assert not bench.half.pending_stores()
