@@ -120,6 +120,8 @@ class Handshake(KVConnectorHandshakeMetadata):
     same_step: bool = False
     # One sentence, where this worker cannot take part.
     declined: str | None = None
+    # Of this worker alone.
+    worker: str = ""
 
     @staticmethod
     def disagreement(told: Sequence[Handshake], ranks: int, pool_id: str) -> str | None:

@@ -109,7 +109,11 @@ class SchedulerHalf:
             idents=self._idents.__next__, write_first=config.transfer == "sync",
         )  # fmt: skip
         self.backlog = Backlog(
-            cache, self.saves, chunk=self.chunk, counts=self.counts, chunk_bytes=self._chunk_bytes
+            cache,
+            self.saves,
+            chunk=self.chunk,
+            counts=self.counts,
+            chunk_bytes=lambda: self._bytes(KIND_CHUNK),
         )
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
@@ -331,9 +335,6 @@ class SchedulerHalf:
         """Give the size of an object: the parts of all ranks."""
         return self.ranks * self.part_bytes[kind]
 
-    def _chunk_bytes(self) -> int:
-        return self._bytes(KIND_CHUNK)
-
     def _bytes_by_tier(self, objects: Sequence[tuple[int, bytes]], tiers: bytes) -> tuple[int, int]:
         """Give the bytes to load from memory and from disk."""
         sizes = [self._bytes(kind) for kind, _ in objects]
@@ -448,7 +449,10 @@ class SchedulerHalf:
             if 0 <= tracked.pinned < ready:
                 self._pin_chunks(tracked, ready, output)
             finished = not self._config.save_decode and tracked.pinned >= self._save_limit(tracked)
-            if finished or self._gives_up(tracked):
+            if not finished and is_late(tracked.put_off):
+                finished = True
+                self.counts["stores_dropped"] += 1
+            if finished:
                 del self._saving[request_id]
 
     def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> None:
@@ -462,12 +466,6 @@ class SchedulerHalf:
         ):
             # If it is not through, it goes on behind the others.
             self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
-
-    def _gives_up(self, tracked: Tracked) -> bool:
-        """Whether a chunk has waited for too long for its blocks to be pinned."""
-        late = is_late(tracked.put_off)
-        self.counts.update({"stores_dropped": 1} if late else {})
-        return late
 
     def _stop_saving(self, tracked: Tracked | None = None) -> None:
         """Give up all chunks that are not on their way yet: a request's, or everybody's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from lakecache import identity
@@ -65,6 +66,7 @@ class WorkerHalf:
         rank: int,
     ) -> None:
         """Take an open cache that is a member of the scheduler's pool."""
+        self.name = uuid.uuid4().hex
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
@@ -153,6 +155,7 @@ class WorkerHalf:
             same_step=self._same_step,
             identity=self._identity,
             declined=self._declined,
+            worker=self.name,
         )
 
     def busy(self) -> bool:

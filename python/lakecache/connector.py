@@ -59,10 +59,9 @@ log = logging.getLogger("vllm.lakecache")
 Answer = TypeVar("Answer")
 NOTHING = KVConnectorTransferResults()
 
-# Worker halves of this process whose copies are over, by engine: with the engine in one process
-# vLLM shuts the worker down first, and its last acknowledgements would be lost.
+# By a worker's name. With the engine in one process vLLM shuts the worker down first: its last
+# acknowledgements would be lost, and what it has still to copy.
 _drained_workers: dict[str, WorkerHalf] = {}
-# The other way round, by engine, for what a worker in the same process has still to copy.
 _schedulers: WeakValueDictionary[str, SchedulerHalf] = WeakValueDictionary()
 
 
@@ -111,7 +110,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerHalf | None = None
         transfer = self._kv_transfer_config
         config = CacheConfig.from_extra_config(transfer.kv_connector_extra_config)
-        self._engine_id = str(transfer.engine_id)
+        self._workers: list[str] = []
         scheduling = role == KVConnectorRole.SCHEDULER
         unstable = unstable_reason(vllm_config)
         self._loaded_groups = kv_cache_config.prefix_cacheable_group_ids
@@ -135,7 +134,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config, kv_cache_config, config, cache,
                 groups=groups, geometry=geometry, unstable=unstable,
             )  # fmt: skip
-            _schedulers[self._engine_id] = self.scheduler
         else:
             self.worker = WorkerHalf(
                 vllm_config, kv_cache_config, config, cache,
@@ -251,9 +249,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Compare what the workers say; decline where they disagree."""
         if self.scheduler is not None:
-            self.scheduler.handshake(
-                {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
-            )
+            workers = {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
+            self.scheduler.handshake(workers)
+            if self.scheduler.declined is None:
+                self._workers = [told.worker for told in workers.values()]
+                _schedulers.update(dict.fromkeys(self._workers, self.scheduler))
             _messages.pass_on(log)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -402,20 +402,21 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if worker is not None:
             self._store_rest(worker)
             worker.shutdown()
-            _drained_workers[self._engine_id] = worker
+            _drained_workers[worker.name] = worker
             _messages.pass_on(log)
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
-            _schedulers.pop(self._engine_id, None)
-            drained = _drained_workers.pop(self._engine_id, None)
-            if drained is not None:
-                scheduler.report(drained.take_report(), (), ())
+            for name in self._workers:
+                _schedulers.pop(name, None)
+                drained = _drained_workers.pop(name, None)
+                if drained is not None:
+                    scheduler.report(drained.take_report(), (), ())
             scheduler.shutdown()
             _messages.pass_on(log)
 
     def _store_rest(self, worker: WorkerHalf) -> None:
         """Begin to copy what no step was left for, where no message to other ranks is needed."""
-        scheduler = _schedulers.get(self._engine_id)
+        scheduler = _schedulers.get(worker.name)
         if scheduler is not None and scheduler.ranks == 1:
             try:
                 worker.start_stores(scheduler.plan_rest())

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from lakecache._metadata import IDLE, CacheStats, StepPlan, WorkerReport
+from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
 from lakecache.connector import CacheConnector, LakeCacheConnector, MiniCacheConnector
 from lakecache.errors import ConfigError
 
@@ -48,7 +48,7 @@ def broken() -> MiniCacheConnector:
     made = LakeCacheConnector.__new__(LakeCacheConnector)
     made.errors = 0
     made.declined = None
-    made._engine_id = "test"
+    made._workers = []
     plan = StepPlan()
     plan.loads.append((1, "r", 1))
     made._connector_metadata = plan
@@ -196,3 +196,61 @@ def test_statistics_add_up_and_survive_the_front_end() -> None:
     assert rebuilt.aggregate(other).reduce() == {"loads": 3, "stores": 3}
     rebuilt.reset()
     assert rebuilt.is_empty()
+
+
+class End:
+    """A half of engine `name` that notes what it is given at its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.declined: str | None = None
+        self.ranks = 1
+        self.given: list[str] = []
+
+    def handshake(self, workers: dict[Any, Any]) -> None:
+        """Agree."""
+
+    def plan_rest(self) -> str:
+        return f"rest of {self.name}"
+
+    def start_stores(self, plan: str) -> None:
+        self.given.append(plan)
+
+    def take_report(self) -> str:
+        return f"report of {self.name}"
+
+    def report(self, report: str, *_: Any) -> None:
+        self.given.append(report)
+
+    def shutdown(self) -> None:
+        self.given.append("shut down")
+
+
+def connector(**half: Any) -> Any:
+    made = LakeCacheConnector.__new__(LakeCacheConnector)
+    made.errors, made._workers = 0, []
+    made.scheduler = made.worker = None
+    vars(made).update(half)
+    return made
+
+
+def test_engines_of_one_process_end_with_their_own_rest() -> None:
+    schedulers, workers = ({name: End(name) for name in "ab"} for _ in range(2))
+    halves = []
+    for name in "ab":
+        leading = connector(scheduler=schedulers[name])
+        told = Handshake("pool", {}, "{}", worker=name)
+        leading.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        halves += [leading, connector(worker=workers[name])]
+    # One that declines has no claim on another's worker.
+    declining = End("c")
+    declining.declined = "another pool"
+    third = connector(scheduler=declining)
+    third.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake("pool", {}, "{}", worker="a")})
+    for half in (halves[1], halves[3], third, halves[2], halves[0]):
+        half.shutdown()
+        assert half.errors == 0
+    for name in "ab":
+        assert workers[name].given == [f"rest of {name}", "shut down"]
+        assert schedulers[name].given == [f"report of {name}", "shut down"]
+    assert declining.given == ["shut down"]
