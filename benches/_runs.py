@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -19,10 +20,12 @@ from typing import Any
 
 from _disk import disk_bandwidth
 from _engines import ROOT, Host, start_hosts, stop_all
-from _samples import median, table
-from _workplace import GIB, Workplace, progress
+from _samples import interval, median, table
+from _workplace import GIB, Turn, Workplace, progress
 
 LINK_BYTES = GIB
+# Prompts of alternating pairs have seeds from here on.
+PAIR_SEED = 10_000
 
 
 def make_parser(
@@ -45,6 +48,9 @@ def make_parser(
     parser.add_argument("--rival-block", type=int, help="tokens per chunk of OffloadingConnector")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--keep-logs", type=Path, help="file to append the engines' logs to")
+    parser.add_argument(
+        "--turn", type=Path, help="file whose lock is held while this bench measures"
+    )
     parser.add_argument(
         "--lakecache", type=json.loads, default={}, help="further LakeCache settings, JSON"
     )
@@ -104,6 +110,7 @@ class Run:
         if self.options.kv_gib is None:
             self.options.kv_gib = kv_gib[model]
         self.place = Workplace(options.output, options.scratch)
+        self.turn_taking = Turn(options.turn)
         self.arms = split(options.arms)
         self.result: dict[str, Any] = {"model": model, "starts": {}}
         record["models"][model] = self.result
@@ -121,12 +128,14 @@ class Run:
         self.place.save(self.record)
 
     def start_engines(self, hosts: Sequence[Host], *, one_by_one: bool) -> dict[str, Host]:
-        """Start engines; return which serves which arm."""
+        """Start engines, wait for our turn, and return which engine serves which arm."""
+        self.turn_taking.leave()
         start_hosts(hosts, one_by_one=one_by_one)
         serving: dict[str, Host] = {}
         for host in hosts:
             self.note_start(host)
             serving |= dict.fromkeys(host.arms, host)
+        self.turn_taking.take()
         return serving
 
     def note_start(self, host: Host) -> None:
@@ -137,6 +146,7 @@ class Run:
     def end(self) -> None:
         """Save, end every engine, and leave nothing but the record and the logs asked for."""
         self.save()
+        self.turn_taking.leave()
         stop_all()
         self.place.keep_logs(self.options.keep_logs)
         self.place.remove()
@@ -199,6 +209,31 @@ class SampledRun(Run):
             for arm, cell in cells
             if (samples := self.times(arm, length, cell))
         )
+
+    def report_pairs(self, cells: Sequence[str]) -> None:
+        """Differences within pairs, with the interval of their median.
+
+        Samples of paired prompts are those whose seeds are `PAIR_SEED` and above.
+        """
+        rows = []
+        for length, cell in itertools.product(self.lengths, cells):
+            base = self.paired("none", length, cell)
+            for arm in (arm for arm in self.arms if arm != "none"):
+                with_it = self.paired(arm, length, cell)
+                if not base or not with_it:
+                    continue
+                ratios = [b / a for a, b in zip(base, with_it, strict=False)]
+                low, high = interval(ratios)
+                rows.append(
+                    [length, cell, arm, len(ratios), f"{median(base):.3f}",
+                     f"{median(with_it):.3f}", f"{median(ratios):.4f}", f"{low:.4f}-{high:.4f}"]
+                )  # fmt: skip
+        header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
+        self.print_table("pairs", "pairs, median of ratios", header, rows)
+
+    def paired(self, arm: str, length: int, cell: str) -> list[float]:
+        """Times of a cell's paired prompts in ms."""
+        return [s["ms"] for s in self.chosen(arm, length, cell) if s["seed"] >= PAIR_SEED]
 
     def report_tokens(self) -> None:
         """Every cell of every arm has to answer a prompt with the same token."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 GIB = 1 << 30
 LOG_BYTES = 100_000
@@ -50,6 +51,30 @@ class Workplace:
                 if len(data) > 2 * LOG_BYTES:
                     data = data[:LOG_BYTES] + b"\n[...]\n" + data[-LOG_BYTES:]
                 kept.write(data)
+
+
+class Turn:
+    """Lets benches started together start their engines side by side and measure one by one."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Without a file, it is always our turn."""
+        self._path = path
+        self._held: IO[bytes] | None = None
+
+    def take(self) -> None:
+        """Wait until no other bench with the same file measures."""
+        if self._path is None or self._held is not None:
+            return
+        self._held = self._path.open("ab")
+        progress(f"waits for its turn at {self._path}")
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        progress("measures")
+
+    def leave(self) -> None:
+        """Let the next one measure."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
 
 def progress(text: str) -> None:

@@ -24,7 +24,7 @@ from _samples import interval, median, quantile, summary
 from _workplace import progress
 
 PHASES = ("alone", "store", "restore")
-SHARED = ("none", "null", "lakecache")
+SHARED = ("none", "null", "lakecache", "lakecache-always")
 KV_GIB = {"qwen3-0.6b": 40.0, "qwen3-8b": 36.0, "qwen3-tiny": 0.0625}
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 

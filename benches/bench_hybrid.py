@@ -11,6 +11,7 @@ phases    each prompt alone: computed and hit by vLLM itself; then restored from
 bytes     what ten 8K prompts that share 6K tokens leave on disk, per prompt
 capacity  50 chats of 4 turns through a small memory tier: how many tokens of them are restored
           while they go on, and how many can be restored in the end, per GiB
+pairs     without and with LakeCache by turns, on prompts of their own: cold, gpu_hit
 ttft      all arms prompt by prompt: cold, gpu_hit, warm, cold_tier (LakeCache), rewarm
 
 What fails is noted in the record with its traceback, and the rest goes on, with another engine
@@ -34,7 +35,7 @@ import _runs
 from _arms import transfer_config
 from _engines import ROOT, EngineError, Host, difference, external_tokens, stop_on_signals
 from _models import kv_bytes_per_token, state_bytes
-from _runs import SampledRun, split
+from _runs import PAIR_SEED, SampledRun, split
 from _samples import median, summary, table
 from _workplace import progress
 
@@ -60,6 +61,7 @@ STORED_CELLS = {
 }
 RIVALS = ("offloading", "tiering")
 CELLS = ("cold", "gpu_hit", "warm", "cold_tier", "rewarm")
+PAIRED_CELLS = ["cold", "gpu_hit"]
 # Where each phase must find the checkpoint.
 SOURCES = {"warm": "memory", "cold_tier": "disk", "rewarm": "memory"}
 
@@ -84,7 +86,7 @@ class Run(SampledRun):
     def connectors(self) -> dict[str, dict[str, Any] | None]:
         """Every arm that the parts need, with its configuration (None: the usual one)."""
         wanted: dict[str, dict[str, Any] | None] = {"none": None}
-        if {"ttft", "bytes"} & set(self.parts):
+        if {"ttft", "bytes", "pairs"} & set(self.parts):
             wanted |= dict.fromkeys(self.arms)
         small = copy.copy(self.options)
         small.cpu_gib = self.options.small_gib
@@ -126,6 +128,7 @@ class Run(SampledRun):
                     name=f"{self.model}-{len(self.result['starts'])}")  # fmt: skip
         progress(f"{host.name}: starts with {', '.join(wanted)}")
         self.result["starts"][host.name] = {"arms": list(wanted)}
+        self.turn_taking.leave()
         try:
             host.spawn().wait()
         except EngineError as error:
@@ -141,6 +144,7 @@ class Run(SampledRun):
         progress(f"{host.name}: ready after {host.ready_s:.1f} s: {host.started}")
         self.note_start(host)
         self.save()
+        self.turn_taking.take()
         return host
 
     def note_error(self, what: str) -> None:
@@ -294,17 +298,22 @@ class Run(SampledRun):
             self.note(arm, length, seed, cell, seen[cell])
         self.save()
 
+    def warm_up(self, arms: list[str]) -> None:
+        """Run every length in every arm once."""
+        host = self.host()
+        for length in self.lengths:
+            for arm in arms:
+                with self.guarded(f"warming up {arm} at {length} tokens"):
+                    host.activate(arm)
+                    cells = ["cold", "gpu_hit", *STORED_CELLS[arm][:1]]
+                    host.call("turn", seed=WARM_SEED + length, length=length, cells=cells)
+
     def ttft(self) -> None:
         """All cells of all arms, as often as there is time for."""
         host, options = self.host(), self.options
         with self.guarded("link"):
             self.bandwidths(host)
-        for length in self.lengths:
-            for arm in self.arms:
-                with self.guarded(f"warming up {arm} at {length} tokens"):
-                    host.activate(arm)
-                    cells = ["cold", "gpu_hit", *STORED_CELLS[arm][:1]]
-                    host.call("turn", seed=WARM_SEED + length, length=length, cells=cells)
+        self.warm_up(self.arms)
         for repeat in range(options.reps):
             for length in self.lengths:
                 if time.monotonic() > self.until:
@@ -314,6 +323,22 @@ class Run(SampledRun):
                     with self.guarded(f"ttft of {arm} at {length} tokens"):
                         self.turn(arm, length, repeat, ["cold", "gpu_hit", *STORED_CELLS[arm]])
                 progress(f"{repeat}: {length} tokens: {self.line(length)}")
+
+    def pairs(self) -> None:
+        """Alternate without and with LakeCache: what it costs where it brings nothing."""
+        arms = [arm for arm in self.arms if arm in {"none", "lakecache"}]
+        self.warm_up(arms)
+        for number in range(self.options.pairs):
+            for length in self.lengths:
+                for place, arm in enumerate(arms if number % 2 == 0 else arms[::-1]):
+                    with self.guarded(f"pair of {arm} at {length} tokens"):
+                        seed = PAIR_SEED + number * 8 + place
+                        self.turn(arm, length, seed, PAIRED_CELLS)
+            progress(f"pairs: {number + 1} of {self.options.pairs}")
+
+    def unpaired(self, arm: str, length: int, cell: str) -> list[dict[str, Any]]:
+        """The samples of a cell in the part ttft."""
+        return [s for s in self.chosen(arm, length, cell) if s["seed"] < PAIR_SEED]
 
     # Bytes
 
@@ -401,13 +426,15 @@ class Run(SampledRun):
         bandwidths["rewarm"] = bandwidths["warm"]
         rows = []
         for length in self.lengths:
-            bare = median(self.times("none", length, "gpu_hit"))
-            cold = median(self.times("none", length, "cold"))
+            bare, cold = (
+                median([s["ms"] for s in self.unpaired("none", length, cell)])
+                for cell in ("gpu_hit", "cold")
+            )
             for cell in CELLS:
                 base = cold if cell in {"cold", "cold_tier"} else bare
                 row = [str(length), cell]
                 for arm in self.arms:
-                    seen = self.chosen(arm, length, cell)
+                    seen = self.unpaired(arm, length, cell)
                     if not seen:
                         row.append("-")
                         continue
@@ -423,6 +450,7 @@ class Run(SampledRun):
         if rows:
             print(table(["tokens", "cell", *self.arms, "floor"], rows))
             self.report_tokens()
+        self.report_pairs(PAIRED_CELLS)
         for name in ("bytes", "capacity"):
             for arm, seen in self.result.get(name, {}).items():
                 print(f"{name}: {arm}: {seen}")
@@ -440,9 +468,10 @@ class Run(SampledRun):
 
 def main() -> int:
     parser = _runs.make_parser(__doc__, models=["qwen3.5-35b-a3b"], arms=list(STORED_CELLS))
-    parser.add_argument("--parts", default="phases,bytes,capacity,ttft")
+    parser.add_argument("--parts", default="phases,bytes,capacity,pairs,ttft")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--reps", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=15, help="alternating pairs, none/lakecache")
     parser.add_argument(
         "--seconds", type=float, default=3600.0, help="ttft begins nothing new after so many"
     )

@@ -26,8 +26,8 @@ import _runs
 from _arms import LmcacheServer
 from _engines import Host, external_tokens, stop_on_signals
 from _models import kv_bytes_per_token
-from _runs import SampledRun, split
-from _samples import interval, median, summary, table
+from _runs import PAIR_SEED, SampledRun, split
+from _samples import median, summary, table
 from _workplace import GIB, progress
 
 LENGTHS = (512, 8192, 32768)
@@ -174,12 +174,12 @@ class Run(SampledRun):
         arms = [arm for arm in self.arms if arm in {"none", "null", "lakecache"}]
         serving = self.start(arms, "pairs")
         self.bandwidths(serving["none"])
-        cells = ["cold", "after_store", "gpu_hit"]
+        cells = list(MEMORY_CELLS[:3])
         for length in self.lengths:
             for number in range(self.options.pairs):
                 order = arms if number % 2 == 0 else arms[::-1]
                 for place, arm in enumerate(order):
-                    self.turn(serving[arm], arm, length, 10_000 + number * 8 + place, cells)
+                    self.turn(serving[arm], arm, length, PAIR_SEED + number * 8 + place, cells)
                 self.save()
             progress(f"{self.model}: {length} tokens: " + self.line(length))
         self.stop(serving)
@@ -249,31 +249,10 @@ class Run(SampledRun):
                         floor = f"{bare + length * per_token / disk / 1e6:.2f}"
                     rows.append([*row, floor])
         print(table(["tokens", "cell", *arms, "floor"], rows))
-        self.report_pairs()
+        if self.options.pairs:
+            self.report_pairs(MEMORY_CELLS[:3])
         self.report_loads(arms, link, disk)
         self.report_tokens()
-
-    def report_pairs(self) -> None:
-        """Differences within pairs, with the interval of their median."""
-        if not self.options.pairs:
-            return
-        rows = []
-        for length in self.lengths:
-            for cell in ("cold", "after_store", "gpu_hit"):
-                base = [s["ms"] for s in self.chosen("none", length, cell)]
-                for arm in ("null", "lakecache"):
-                    with_it = [s["ms"] for s in self.chosen(arm, length, cell)]
-                    if not with_it:
-                        continue
-                    ratios = [b / a for a, b in zip(base, with_it, strict=False)]
-                    low, high = interval(ratios)
-                    rows.append(
-                        [length, cell, arm, len(ratios), f"{median(base):.3f}",
-                         f"{median(with_it):.3f}", f"{median(ratios):.4f}",
-                         f"{low:.4f}-{high:.4f}"]
-                    )  # fmt: skip
-        header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
-        self.print_table("pairs", "pairs, median of ratios", header, rows)
 
     def base(self, length: int, cell: str) -> float:
         """What a cell is compared with: computing, where it replaces that, else a GPU hit."""
