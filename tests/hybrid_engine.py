@@ -67,6 +67,18 @@ def forget_since(cached: Engine, before: set[Path]) -> None:
         file.unlink()
 
 
+def poison(cached: Engine) -> None:
+    """Make every number in all pages and states a NaN; nothing may be cached on the GPU."""
+    import torch
+
+    runner = cached.core.model_executor.driver_worker.model_runner
+    for layer in runner.compilation_config.static_forward_context.values():
+        caches = layer.kv_cache if isinstance(layer.kv_cache, list | tuple) else [layer.kv_cache]
+        for cache in caches:
+            storage = cache.untyped_storage()
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+
+
 def flip(file: Path, part_bytes: dict[int, int]) -> bool:
     """Change the exponents of a state's numbers; False for files of other objects."""
     data = bytearray(file.read_bytes())

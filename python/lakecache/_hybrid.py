@@ -1,10 +1,10 @@
 """The scheduler half for models with recurrent state: chunks of attention and checkpoints.
 
 A checkpoint at N tokens is the chunks of the full blocks before N and one state object: the
-recurrent state of all layers after exactly N tokens and, where N lies inside of a block, that
-block's pages of attention. A state serves only its own N; chunks are shared by all checkpoints of a
-chain. vLLM says where there are states: it hands the blocks over that hold one, in the step that
-computes it, and nobody writes to such a block again.
+recurrent state of all layers after exactly N tokens and, where N lies inside of a block, what the
+pages of attention hold of that block. A state serves only its own N; chunks are shared by all
+checkpoints of a chain. vLLM says where there are states: it hands the blocks over that hold one, in
+the step that computes it, and nobody writes to such a block again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lakecache._backlog import PUT_OFF_SECONDS
 from lakecache._metadata import IDLE, StepPlan
 from lakecache._policy import Choice, Hit
 from lakecache._scheduler import LOAD_ATTEMPTS, SchedulerHalf
-from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL
+from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,7 @@ class Offer(NamedTuple):
     tracked: Tracked
     boundary: int
     kind: int
+    shape: int
     key: bytes
     parent: bytes | None
     space: int
@@ -60,9 +61,12 @@ class Offer(NamedTuple):
 class HybridSchedulerHalf(SchedulerHalf):
     """See the module's text; what is not here is as with full attention."""
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, *args: Any, geometry: Geometry, **kwargs: Any
+    ) -> None:
         """Take what `SchedulerHalf` takes."""
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, geometry=geometry, **kwargs)
+        self._shape_at = geometry.state_shape
         self._offers: list[Offer] = []
         # Keys of the states on their way, by job.
         self._state_jobs: dict[int, bytes] = {}
@@ -146,7 +150,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         if before is None or (before.local, before.offered) != (local, blocks[0]):
             memory, disk = [], []
             for end, (_, need, in_memory, state_in_memory) in zip(ends, found, strict=True):
-                state = self._bytes(KIND_TAIL if end % self.block else KIND_STATE)
+                state = self._bytes(self._shape_at(end))
                 memory.append(in_memory * self._bytes(KIND_CHUNK) + state * state_in_memory)
                 disk.append(
                     (need - in_memory) * self._bytes(KIND_CHUNK) + state * (not state_in_memory)
@@ -187,6 +191,14 @@ class HybridSchedulerHalf(SchedulerHalf):
 
     # Allocation
 
+    def leaves_rest(self, request: Request) -> bool:
+        """Whether the load that `matched` promised leaves bytes of its last block as they are."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.end % self.block == 0:
+            return False
+        whole = self._bytes(KIND_STATE) + self._bytes(KIND_CHUNK)
+        return self._bytes(self._shape_at(tracked.end)) < whole
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """See `SchedulerHalf.allocated`."""
         super().allocated(request, blocks, external)
@@ -200,15 +212,13 @@ class HybridSchedulerHalf(SchedulerHalf):
             return
         last = (end - 1) // self.block
         state = array("i", [tables[group][last] for group in groups.states])
-        kind = KIND_STATE
         if end % self.block:
-            kind = KIND_TAIL
             state.extend(tables[group][last] for group in groups.attention)
         objects = [
             (KIND_CHUNK, self._chunk_blocks(tables, index, tracked.local))
             for index in range(tracked.first, end // self.block)
         ]
-        objects.append((kind, state.tobytes()))
+        objects.append((self._shape_at(end), state.tobytes()))
         if not all(state):
             self._unplanned(tracked)
             return
@@ -353,7 +363,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             return
         self._offers.append(
             Offer(
-                tracked, boundary, kind, key,
+                tracked, boundary, kind, self._shape_at(boundary), key,
                 keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
                 tracked.space.number, array("i", ids).tobytes(), self.saves.pin(ids),
                 time.monotonic(),
@@ -369,10 +379,10 @@ class HybridSchedulerHalf(SchedulerHalf):
                 offer.space, offer.key, offer.kind, offer.parent,
                 # Deeper than its last chunk, which an eviction must find behind it.
                 0, offer.boundary,
-                self.ranks, self._bytes(offer.kind),
+                self.ranks, self._bytes(offer.shape),
             )  # fmt: skip
         if slot is not None:
-            job = self.saves.start(plan, offer.kind, slot, offer.ids, offer.blocks)
+            job = self.saves.start(plan, offer.shape, slot, offer.ids, offer.blocks)
             self._state_jobs[job] = offer.key
             self.counts["states"] += 1
             return False

@@ -108,8 +108,8 @@ class Loads:
         """Name the slots that have come since the last step; whether there were any."""
         slots: list[tuple[int, int, int]] = load.lease.slots()
         for index, entry, generation in slots:
-            kind, ids = load.objects[index]
-            plan.chunks.append((load.ident, index, kind, entry, generation, ids))
+            shape, ids = load.objects[index]
+            plan.chunks.append((load.ident, index, shape, entry, generation, ids))
         return bool(slots)
 
     def tell(self, plan: StepPlan) -> None:

@@ -36,9 +36,11 @@ class StepPlan(KVConnectorMetadata):
 
     - `loads`: (load, request id, number of objects to expect); without a request id the load is
       part of this step: its objects are in memory, and the step's forward waits for them
-    - `chunks`: (load, index, kind, entry, generation, block ids; 0 for blocks to leave out)
+    - `chunks`: (load, index, shape, entry, generation, block ids; 0 for blocks to leave out)
     - `failed`: loads of which no further chunk will come
-    - `stores`: (job, kind, entry, generation, block ids)
+    - `stores`: (job, shape, entry, generation, block ids)
+
+    A shape is the kind of an object, and for tails also which of their sizes it has.
     """
 
     __slots__ = ("chunks", "failed", "loads", "stores")
@@ -112,7 +114,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     """One worker's start-up message to the scheduler half."""
 
     pool_id: str
-    # Bytes of this rank's part of an object, by kind.
+    # Bytes of this rank's part of an object, by shape.
     part_bytes: dict[int, int]
     # Canonical JSON of everything about this rank's pages that changes their bytes.
     identity: str

@@ -2,7 +2,8 @@
 
 vLLM gives each worker one allocation. Layer `l` of block `b` starts at
 `base + offset + l * layer_stride + b * block_stride`; its page is one contiguous run of bytes in
-the layouts accepted here. Nothing inside a page is looked at: pages are opaque.
+the layouts accepted here. Nothing inside a page is looked at: pages are opaque, except that
+`lakecache._tails` finds out which of their bytes hold the first tokens.
 
 One rank's part of an object is described by an `ObjectShape`: a table of rows, each of which is a
 run of bytes in the part and, for a given block, in the allocation.
@@ -18,6 +19,8 @@ from lakecache.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lakecache._tails import Runs
 
 __all__ = ["LAYOUTS", "Fragments", "Groups", "Layer", "ObjectShape", "PageTable", "layer_specs"]
 
@@ -209,17 +212,19 @@ class PageTable:
         places = self._places(self.groups.attention, blocks_per_chunk)
         return self._shape(places, len(self.groups.attention) * blocks_per_chunk)
 
-    def state_shape(self, *, with_pages: bool) -> ObjectShape:
-        """The shape of a state: that of all layers, one slot per group, without padding; and
-        `with_pages`, the attention layers' pages of one block, one more slot per group.
+    def state_shape(self, runs: Runs | None) -> ObjectShape:
+        """The shape of a state: that of all layers, one slot per group, without padding.
+
+        With `runs` also the attention layers' pages of one block, one more slot per group: only
+        those runs of them, or the whole page of a layer that is not named.
         """
         places = self._places(self.groups.states, 1)
         slots = len(self.groups.states)
-        if with_pages:
+        if runs is not None:
             pages = self._places(self.groups.attention, 1)
             places += [(layer, slots + slot) for layer, slot in pages]
             slots += len(self.groups.attention)
-        return self._shape(places, slots)
+        return self._shape(places, slots, runs)
 
     def _places(self, groups: Sequence[int], blocks: int) -> list[tuple[Layer, int]]:
         """Give each layer and slot in the layout's order."""
@@ -235,9 +240,12 @@ class PageTable:
             ]
         return [(layer, first[layer.group] + block) for layer in layers for block in range(blocks)]
 
-    def _shape(self, places: list[tuple[Layer, int]], slot_count: int) -> ObjectShape:
+    def _shape(
+        self, places: list[tuple[Layer, int]], slot_count: int, runs: Runs | None = None
+    ) -> ObjectShape:
         rows, offset = [], 0
         for layer, slot in places:
-            rows.append(Row(layer.address, layer.stride, layer.page_bytes, offset, slot))
-            offset += layer.page_bytes
+            for begin, size in (runs or {}).get(layer.name, [(0, layer.page_bytes)]):
+                rows.append(Row(layer.address + begin, layer.stride, size, offset, slot))
+                offset += size
         return ObjectShape(rows, slot_count=slot_count, num_blocks=self.num_blocks)

@@ -26,7 +26,8 @@ class Space(NamedTuple):
 class Load:
     """One load of one request: between steps, or within the step that admits the request.
 
-    `objects` are the lease's: the kind of each, and the packed 32-bit ids of the blocks it goes to.
+    `objects` are the lease's: the shape of each, and the packed 32-bit ids of the blocks that it
+    goes to.
     """
 
     __slots__ = ("copied", "failed", "ident", "lease", "left", "moved", "objects", "same_step")

@@ -82,12 +82,12 @@ class Saves:
             self._pool.free_blocks(reversed(blocks))
 
     def start(
-        self, plan: StepPlan, kind: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
+        self, plan: StepPlan, shape: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
     ) -> int:
         """Have the workers copy pinned blocks into a slot; the blocks are ours from here on."""
         job = self._idents()
         self._jobs[job] = Store(*slot, blocks)
-        plan.stores.append((job, kind, *slot, ids))
+        plan.stores.append((job, shape, *slot, ids))
         self._counts["stores"] += 1
         return job
 

@@ -87,7 +87,7 @@ class SchedulerHalf:
             )  # fmt: skip
         parallel = vllm_config.parallel_config
         self.ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        # Bytes of one rank's part of an object, by kind.
+        # Bytes of one rank's part of an object, by shape.
         self.part_bytes: dict[int, int] = {}
         self.declined: str | None = None
         self._tracked: dict[str, Tracked] = {}
@@ -331,13 +331,13 @@ class SchedulerHalf:
             self.policy.load_started(load.ident, memory, disk, same_step=load.same_step)
         return True
 
-    def _bytes(self, kind: int) -> int:
+    def _bytes(self, shape: int) -> int:
         """Give the size of an object: the parts of all ranks."""
-        return self.ranks * self.part_bytes[kind]
+        return self.ranks * self.part_bytes[shape]
 
     def _bytes_by_tier(self, objects: Sequence[tuple[int, bytes]], tiers: bytes) -> tuple[int, int]:
         """Give the bytes to load from memory and from disk."""
-        sizes = [self._bytes(kind) for kind, _ in objects]
+        sizes = [self._bytes(shape) for shape, _ in objects]
         disk = sum(size for size, tier in zip(sizes, tiers, strict=False) if tier)
         return sum(sizes) - disk, disk
 

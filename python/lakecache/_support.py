@@ -33,8 +33,12 @@ KEY_BYTES = 32
 KIND_CHUNK = 0
 # The recurrent state of all layers at the end of a block.
 KIND_STATE = 1
-# The same inside of a block, with that block's pages.
+# The same inside of a block, with that block's pages as far as they are filled. Of this kind there
+# are several shapes, which have the numbers from this one on.
 KIND_TAIL = 2
+
+# At most so many shapes of tails: each costs a table and a start-up's worth of compiling.
+TAIL_SHAPES = 8
 
 # Speculative methods that keep no KV of their own in the cache.
 PLAIN_SPECULATION = {"ngram", "ngram_gpu", "suffix"}
@@ -46,6 +50,20 @@ class Geometry(NamedTuple):
     chunk: int
     block: int
     unit: int
+
+    def tails(self) -> list[int]:
+        """Give how many tokens of the open block a tail may hold: a size for each of its shapes."""
+        step = self._step()
+        ends = range(step, self.block - self.unit + step, step)
+        return [min(end, self.block) for end in ends]
+
+    def state_shape(self, boundary: int) -> int:
+        """Give the shape of the state at this boundary: KIND_STATE, or one from KIND_TAIL on."""
+        inside = boundary % self.block
+        return KIND_TAIL + (inside - 1) // self._step() if inside else KIND_STATE
+
+    def _step(self) -> int:
+        return -(-self.block // (TAIL_SHAPES * self.unit)) * self.unit
 
 
 def platform_declined() -> str | None:

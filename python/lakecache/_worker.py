@@ -15,6 +15,7 @@ from lakecache import identity
 from lakecache._metadata import Handshake, StepPlan, WorkerReport
 from lakecache._pages import Groups, ObjectShape, PageTable, layer_specs
 from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._tails import tail_runs
 from lakecache.transfer import HostTransfer, PackedTransfer, SerialTransfer, Transfer
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class WorkerHalf:
         self._rank = rank
         self._groups = groups
         self._blocks_per_chunk = geometry.chunk // geometry.block
+        self._tails = geometry.tails() if groups.states else []
         self._shapes: dict[int, ObjectShape] = {}
         self._transfer: Transfer | None = None
         self._buffers = self._staging()
@@ -94,13 +96,17 @@ class WorkerHalf:
             groups = self._groups
             pages = PageTable(self._kv_cache_config, kv_caches, groups)
             specs = layer_specs(self._kv_cache_config, (*groups.attention, *groups.states))
+            tails = tail_runs(
+                self._vllm_config, self._kv_cache_config, kv_caches, groups, self._tails
+            )
             self._identity = identity.rank_identity(
-                self._vllm_config, self._kv_cache_config, kv_caches, specs
+                self._vllm_config, self._kv_cache_config, kv_caches, specs, tails
             )
             self._shapes = {KIND_CHUNK: pages.chunk_shape(self._blocks_per_chunk)}
             if groups.states:
-                self._shapes[KIND_STATE] = pages.state_shape(with_pages=False)
-                self._shapes[KIND_TAIL] = pages.state_shape(with_pages=True)
+                self._shapes[KIND_STATE] = pages.state_shape(None)
+                for shape, runs in enumerate(tails, KIND_TAIL):
+                    self._shapes[shape] = pages.state_shape(runs)
             self._transfer = self._make_transfer(next(iter(kv_caches.values())))
             self._same_step = self._transfer.same_step
             self._declined = None
@@ -151,7 +157,7 @@ class WorkerHalf:
         """Tell the scheduler half about this rank."""
         return Handshake(
             pool_id=self._cache.pool_id,
-            part_bytes={kind: shape.part_bytes for kind, shape in self._shapes.items()},
+            part_bytes={number: shape.part_bytes for number, shape in self._shapes.items()},
             same_step=self._same_step,
             identity=self._identity,
             declined=self._declined,
@@ -168,13 +174,13 @@ class WorkerHalf:
         """Begin the copies of chunks that are there, or on their way from disk."""
         for ident, request_id, chunks in plan.loads:
             self._loads[ident] = Load(request_id, chunks)
-        for ident, index, kind, entry, generation, ids in plan.chunks:
+        for ident, index, shape, entry, generation, ids in plan.chunks:
             load = self._loads.get(ident)
             if load is None or load.failed:
                 continue
             job = next(self._numbers)
             try:
-                self._ready().load(job, kind, entry, generation, ids)
+                self._ready().load(job, shape, entry, generation, ids)
             except Exception:
                 if load.request_id is None:
                     raise
@@ -201,10 +207,10 @@ class WorkerHalf:
 
     def start_stores(self, plan: StepPlan) -> None:
         """Begin to copy full blocks that this step, or an earlier one, has computed."""
-        for ident, kind, entry, generation, ids in plan.stores:
+        for ident, shape, entry, generation, ids in plan.stores:
             job = next(self._numbers)
             try:
-                self._ready().store(job, kind, entry, generation, ids)
+                self._ready().store(job, shape, entry, generation, ids)
             except Exception:
                 self._complain("could not start to store a chunk")
                 self._acknowledge(ident, good=False)

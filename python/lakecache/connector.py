@@ -128,6 +128,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         _messages.pass_on(log)
         groups = cache_groups(kv_cache_config, hybrid=hybrid)
         self._loaded_groups = tuple(sorted((*groups.attention, *groups.states)))
+        self._state_groups = groups.states
         geometry = chunk_geometry(kv_cache_config, groups, config.chunk_size)
         if scheduling:
             self.scheduler = (HybridSchedulerHalf if hybrid else SchedulerHalf)(
@@ -256,8 +257,16 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
                 _schedulers.update(dict.fromkeys(self._workers, self.scheduler))
             _messages.pass_on(log)
 
+    @_guarded(tuple)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Tell whose blocks a load fills, so that vLLM need not zero them."""
+        """Tell whose blocks a load fills, so that vLLM need not zero them.
+
+        Where it fills only part of the last block of attention, all of that group are zeroed, in
+        the step that allocates them and before any copy to them.
+        """
+        half = self.scheduler
+        if isinstance(half, HybridSchedulerHalf) and half.leaves_rest(request):
+            return self._state_groups
         return self._loaded_groups
 
     def get_num_new_matched_tokens(

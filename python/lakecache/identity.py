@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import pickle
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -288,8 +289,12 @@ def rank_identity(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, Any],
     specs: list[tuple[str, Any]],
+    tails: Sequence[Any] = (),
 ) -> str:
-    """Collect what only a worker knows about its pages, as canonical JSON."""
+    """Collect what only a worker knows about its pages, as canonical JSON.
+
+    `tails` is which bytes of a page the tails of each size hold.
+    """
     context = vllm_config.compilation_config.static_forward_context
     layers = []
     backends = set()
@@ -308,11 +313,13 @@ def rank_identity(
                 "backend": backend,
             }
         )
-    identity = {
+    identity: dict[str, Any] = {
         "layers": layers,
         "layout": kv_cache_config.kv_cache_layout,
         "device": _device_identity(vllm_config, specs, next(iter(kv_caches.values())).device.type),
     }
+    if tails:
+        identity["tails"] = hashlib.sha256(canonical_json(tails)).hexdigest()
     return canonical_json(identity).decode()
 
 

@@ -53,6 +53,9 @@ class Engine(scheduler.Bench):
     geometry = Geometry(2 * BLOCK, BLOCK, UNIT)
     part_bytes: ClassVar[dict[int, int]] = {KIND_CHUNK: 32 * 4}
     state_groups = 0
+    attention = 0
+    # The shapes whose copies fill blocks to their end.
+    whole_pages: ClassVar[set[int]] = {KIND_CHUNK}
     num_blocks = BLOCKS
 
     def __init__(
@@ -73,6 +76,8 @@ class Engine(scheduler.Bench):
         self.connector: Any = object.__new__(LakeCacheConnector)
         self.connector.scheduler, self.connector.worker = self.half, None
         self.connector.errors = 0
+        self.connector._loaded_groups = (*self.groups.attention, *self.groups.states)
+        self.connector._state_groups = self.groups.states
         self.names = itertools.count()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -173,9 +178,11 @@ class Engine(scheduler.Bench):
 
     # A step
 
-    def grow(self, request: Request, tokens: int) -> bool:
-        """Allocate blocks up to so many tokens."""
+    def grow(self, request: Request, tokens: int, *, cleared: bool = True) -> bool:
+        """Allocate blocks up to so many tokens; what is not cleared has to be loaded whole."""
         blocks = self.pool.take(max(-(-tokens // BLOCK) - len(request.blocks), 0))
+        for block in blocks or ():
+            block.content[-2] = b"cleared" if cleared else b"anything"
         if blocks is not None:
             request.blocks += blocks
         return blocks is not None
@@ -274,7 +281,10 @@ class Engine(scheduler.Bench):
                     for i in range(request.num_computed_tokens // BLOCK)]  # fmt: skip
             self.vllm_touch(held)
             request.blocks = list(held)
-        if not self.grow(request, done + count) or not self.admit_states(request, done):
+        loaded = self.connector.get_loaded_kv_cache_group_ids(request) if asynchronous else ()
+        if not self.grow(
+            request, done + count, cleared=self.attention not in loaded
+        ) or not self.admit_states(request, done):
             if request.state == "new":
                 self.free(request)
             else:
@@ -360,6 +370,9 @@ class Engine(scheduler.Bench):
         for unit in range(begin // UNIT if current else 0):
             found = blocks[unit * UNIT // BLOCK].content.get(unit % (BLOCK // UNIT))
             assert found == self.piece(request, unit), f"{request.request_id} reads wrong pages"
+        # Kernels read whole blocks, and what lies behind the last token must not be a NaN.
+        rests = {block.content.get(-2) for block in blocks if current}
+        assert rests <= {b"cleared", b"loaded"}, f"{request.request_id} reads what nobody wrote"
         for unit in range(begin // UNIT, end // UNIT):
             block = blocks[unit * UNIT // BLOCK]
             block.content[unit % (BLOCK // UNIT)] = self.piece(request, unit)
@@ -443,6 +456,8 @@ class Engine(scheduler.Bench):
             if kind != KIND_CHUNK and number < self.state_groups:
                 self.pool.blocks[block].content[-1] = pieces.pop(0)
                 continue
+            if block and kind in self.whole_pages:
+                self.pool.blocks[block].content[-2] = b"loaded"
             for unit in range(BLOCK // UNIT):
                 piece = pieces.pop(0) if pieces else None
                 if block and piece is not None:

@@ -169,6 +169,71 @@ def test_a_state_at_the_end_of_a_block_brings_no_pages(bench: Bench) -> None:
     ]  # fmt: skip
 
 
+class LongBlocks(Bench):
+    """Blocks of 96 tokens in units of 8: tails of 16, 32, 48, 64, 80 and 96 tokens."""
+
+    geometry = Geometry(96, 96, 8)
+    part_bytes: ClassVar[dict[int, int]] = {
+        KIND_CHUNK: 96, KIND_STATE: 128, **{KIND_TAIL + n: 128 + 16 * (n + 1) for n in range(6)}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("boundary", "number", "rest"),
+    [(8, 0, True), (16, 0, True), (24, 1, True), (80, 4, True), (88, 5, False),
+     (96, None, False), (96 + 56, 3, True)],
+)  # fmt: skip
+def test_a_tail_is_cut_behind_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, boundary: int, number: int | None, rest: bool
+) -> None:
+    fake.pools.clear()
+    bench = LongBlocks(monkeypatch, tmp_path, load_policy="always")
+    tables = ([101, 102], [1, 2], [201, 202])
+    reserved, reserve = [], bench.cache.reserve
+
+    def note(number: int, key: bytes, kind: int, *rest: Any) -> Any:
+        reserved.append((number, key, kind, rest[-1]))
+        return reserve(number, key, kind, *rest)
+
+    monkeypatch.setattr(bench.cache, "reserve", note)
+    hashes = [bytes([i]) * 32 for i in range(20)]
+
+    def request() -> Any:
+        return Request(boundary + 5, block_hashes=hashes[: (boundary + 5) // 8])
+
+    def leaves_rest(one: Any) -> bool:
+        return bench.half.leaves_rest(one)
+
+    first = request()
+    assert not leaves_rest(first)
+    assert bench.half.matched(first, 0) == (0, False)
+    assert not leaves_rest(first)
+    bench.allocate(first, 0)
+    offers = [(group, tables[group][(boundary - 1) // 96], boundary) for group in STATES]
+    bench.step(first, boundary + 5, tables=tables)
+    bench.half.finished_tail(first, tables, offers)
+    bench.finish(first)
+    plan = bench.half.plan_rest()
+    shape = KIND_STATE if number is None else KIND_TAIL + number
+    assert sorted(one for _, one, *_ in plan.stores) == [KIND_CHUNK] * (boundary // 96) + [shape]
+    # The key and the file's header know only that it is a tail.
+    slot = bench.cache.pool.slots[next(e for _, one, e, *_ in plan.stores if one == shape)]
+    space = bench.half.spaces.of(None)
+    assert space is not None
+    kind, hashed = min(shape, KIND_TAIL), hashes[boundary // 8 - 1]
+    assert slot.key == fake.derive_keys(space.digest, kind, [hashed])
+    assert reserved[-1][2:] == (kind, bench.part_bytes[shape])
+    bench.acknowledge(plan)
+    second = request()
+    assert bench.half.matched(second, 0) == (boundary, True)
+    assert leaves_rest(second) == rest
+    blocks = SimpleNamespace(get_block_ids=lambda: tables)
+    bench.half.allocated(second, blocks, boundary)  # type: ignore[arg-type]
+    (*_, last) = bench.step().chunks
+    assert last[2] == shape
+    bench.finish(second)
+
+
 def test_what_the_gpu_holds_is_not_loaded(bench: Bench) -> None:
     bench.store(90, 80)
     request = Request(90)

@@ -103,12 +103,12 @@ def any_platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_of_the_35b_has_86_016_000_bytes() -> None:
     pages = table(model(layers()))
-    chunk, whole = pages.chunk_shape(1), pages.state_shape(with_pages=False)
+    chunk, whole = pages.chunk_shape(1), pages.state_shape(None)
     assert chunk.part_bytes == 21_626_880 == 20_480 * BLOCK
     assert whole.part_bytes == 64_389_120 == 30 * STATE
     assert chunk.part_bytes + whole.part_bytes == 86_016_000
     # Inside of a block the page travels with the state: as many bytes, in one object.
-    assert pages.state_shape(with_pages=True).part_bytes == 86_016_000
+    assert pages.state_shape({}).part_bytes == 86_016_000
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
@@ -118,7 +118,7 @@ def test_each_layer_goes_to_the_block_of_its_group(layout: str, swap: bool) -> N
     groups = cache_groups(config, hybrid=True)
     assert groups == (Groups((0,), (1, 2, 3)) if swap else Groups((3,), (0, 1, 2)))
     pages = table(config)
-    shape = pages.state_shape(with_pages=True)
+    shape = pages.state_shape({})
     blocks = {group: number for number, group in enumerate((*groups.states, *groups.attention), 2)}
     ids = array("i", blocks.values()).tobytes()
     found = {
@@ -154,7 +154,7 @@ def test_an_mtp_head_among_the_attention_layers_travels_along() -> None:
     assert declined_reason(engine(speculative_config=speculative), config, hybrid=True) is None
     pages = table(config)
     assert pages.chunk_shape(1).part_bytes == 11 * PAGE
-    assert pages.state_shape(with_pages=False).part_bytes == 30 * STATE
+    assert pages.state_shape(None).part_bytes == 30 * STATE
 
 
 def test_a_drafter_of_another_kind_is_left_out() -> None:

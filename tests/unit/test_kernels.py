@@ -140,6 +140,27 @@ CASES = {
         21536,
         16,
     ),
+    # A state, and of two layers' pages what the first tokens of two heads fill.
+    "beginnings of pages": Case(
+        [
+            (0, 1040, 1024, 0, 0),
+            *((8192 + 320 * run, 1280, 208, 1024 + 208 * run, 1) for run in range(4)),
+            *((20480 + 320 * run, 1280, 208, 1856 + 208 * run, 1) for run in range(4)),
+        ],
+        [[1, 5], [3, 2], [0, 4], [2, 0]],
+        2688,
+        16,
+    ),
+    "beginnings of odd pages": Case(
+        [
+            (0, 103, 91, 0, 0),
+            *((1024 + 35 * run, 105, 21, 91 + 21 * run, 1) for run in range(3)),
+        ],
+        [[2, 1], [1, 3]],
+        154,
+        1,
+        shift=1,
+    ),
     "left out": Case(layered(3, 64, 64, 9, 3), [[0, 3, 0], [0, 0, 0], [5, 0, 7]], 576, 16),
     # The bytes between the rows belong to nobody.
     "gaps in the object": Case([(0, 32, 16, 16, 0), (0, 32, 16, 80, 1)], [[1, 2], [3, 4]], 112, 16),

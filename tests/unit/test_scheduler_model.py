@@ -26,7 +26,8 @@ class HybridEngine(Engine):
     groups = Groups((1,), (0, 2))
     geometry = Geometry(BLOCK, BLOCK, UNIT)
     part_bytes: ClassVar[dict[int, int]] = {KIND_CHUNK: 64, KIND_STATE: 128, KIND_TAIL: 192}
-    state_groups = 2
+    state_groups, attention = 2, 1
+    whole_pages: ClassVar[set[int]] = {KIND_CHUNK, KIND_TAIL}
     half: HybridSchedulerHalf
 
     def tables(self, request: Request) -> tuple[list[int], ...]:
@@ -114,6 +115,13 @@ class HybridEngine(Engine):
         return super().leaks() + (["offers"] if self.half._offers else [])
 
 
+class CutEngine(HybridEngine):
+    """Stores of the pages of a tail what it holds."""
+
+    part_bytes: ClassVar[dict[int, int]] = {KIND_CHUNK: 64, KIND_STATE: 128, KIND_TAIL: 160}
+    whole_pages: ClassVar[set[int]] = {KIND_CHUNK}
+
+
 Make = Callable[..., Engine]
 
 
@@ -126,7 +134,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     return build
 
 
-@pytest.mark.parametrize("kind", [Engine, HybridEngine])
+@pytest.mark.parametrize("kind", [Engine, HybridEngine, CutEngine])
 @pytest.mark.parametrize("seed", range(18))
 def test_nothing_is_mixed_up_or_left_behind(make: Make, kind: type[Engine], seed: int) -> None:
     engine = make(kind, seed, ranks=1 + seed % 2, save_decode=seed % 3 == 0)

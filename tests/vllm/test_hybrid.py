@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_engine import UNIT, deepest, files, flip, forget_since, from_each_tier, hybrid, one
+from hybrid_engine import (
+    UNIT,
+    deepest,
+    files,
+    flip,
+    forget_since,
+    from_each_tier,
+    hybrid,
+    one,
+    poison,
+)
 from vllm_engine import Engine, difference, prompt
 
 
@@ -47,6 +57,37 @@ def test_memory_and_disk_answer_as_a_native_hit(cached: Engine) -> None:
             assert difference(tiers.native, restored) == 0, length
     assert cached.half.total("loaded_tokens_disk") > 0
     assert cached.half.total("loaded_tokens_memory") > 0
+
+
+def test_what_a_tail_leaves_of_its_page_is_never_read(
+    cached: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM clears those blocks: without that, a NaN left in one reaches the answer."""
+    sizes = cached.half.part_bytes
+    # 16, 32 or 48 of a block's 64 tokens.
+    assert [sizes[2 + n] - sizes[1] for n in range(3)] == [sizes[0] // 4 * n for n in (1, 2, 3)]
+    for length in (20, 40, 60, 129, 150, 333):
+        tokens = prompt(length, 200 + length)
+        one(cached, tokens)
+        native = one(cached, tokens)
+        for disk in (False, True):
+            cached.forget_gpu()
+            if disk:
+                cached.forget_memory()
+            poison(cached)
+            restored = one(cached, tokens)
+            assert restored[2] == deepest(length)
+            assert difference(native, restored) == 0, (length, disk)
+    # The last prompt's state is at the end of a block; this one's is not.
+    tokens = prompt(340, 200)
+    native = one(cached, tokens), one(cached, tokens)
+    cached.forget_gpu()
+    poison(cached)
+    whole = cached.connector._loaded_groups
+    monkeypatch.setattr(cached.connector, "get_loaded_kv_cache_group_ids", lambda _: whole)
+    spoilt = one(cached, tokens)
+    assert spoilt[2] == deepest(340)
+    assert difference(native[1], spoilt) != 0
 
 
 @pytest.mark.parametrize("seen_by", ["vLLM", "the store"])
