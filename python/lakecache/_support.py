@@ -37,7 +37,7 @@ KIND_STATE = 1
 # are several shapes, which have the numbers from this one on.
 KIND_TAIL = 2
 
-# At most so many shapes of tails: each costs a table and a start-up's worth of compiling.
+# At most so many shapes of tails; each needs a table on the GPU.
 TAIL_SHAPES = 8
 
 # Speculative methods that keep no KV of their own in the cache.

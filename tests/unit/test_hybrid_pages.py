@@ -107,7 +107,7 @@ def test_a_checkpoint_of_the_35b_has_86_016_000_bytes() -> None:
     assert chunk.part_bytes == 21_626_880 == 20_480 * BLOCK
     assert whole.part_bytes == 64_389_120 == 30 * STATE
     assert chunk.part_bytes + whole.part_bytes == 86_016_000
-    # Inside of a block the page travels with the state: as many bytes, in one object.
+    # Inside of a block the page travels with the state: whole, as many bytes in one object.
     assert pages.state_shape({}).part_bytes == 86_016_000
 
 

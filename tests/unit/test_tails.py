@@ -235,9 +235,9 @@ def test_tails_of_the_35b() -> None:
     tokens = [160, 320, 480, 640, 800, 960, 1056]
     sizes = [shape.part_bytes - state for shape in model.shapes()]
     assert sizes == [20_480 * size for size in tokens]
-    # A checkpoint at 768 tokens of a block, before and now.
-    assert 64_389_120 + sizes[-1] == 86_016_000
-    assert 64_389_120 + sizes[4] == 80_773_120
+    # Checkpoints at so many tokens of a block; before, all had as many bytes as the last.
+    for inside, size in ((32, 67_665_920), (768, 80_773_120), (1024, 86_016_000)):
+        assert 64_389_120 + sizes[model.geometry.state_shape(inside) - KIND_TAIL] == size
 
 
 @pytest.mark.parametrize("seed", range(6))
