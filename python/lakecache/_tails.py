@@ -59,7 +59,7 @@ def tail_runs(
                 dtype = vllm_config.model_config.dtype
                 try:
                     answers[alike] = _ask(layer, spec, view, pages, dtype, sizes)
-                except Exception as error:  # it cannot be asked in this way
+                except Exception as error:  # whatever it is, whole pages are right
                     log.info("LakeCache stores whole pages of layers like %s: %r", name, error)
                     answers[alike] = None
             for runs, first in zip(found, answers[alike] or (), strict=False):
@@ -81,10 +81,11 @@ def _cleared(kv_cache_config: KVCacheConfig, group: int, view: torch.Tensor) -> 
 
 def _ask(
     layer: Any, spec: Any, view: torch.Tensor, pages: int, dtype: torch.dtype, sizes: Sequence[int]
-) -> list[list[Run]] | None:
-    """Have the layer write the tokens of each size; None where that does not explain its page.
+) -> list[list[Run]]:
+    """Have the layer write the tokens of each size, and see where.
 
-    `pages` is how many kernel blocks, one after the other, make a block.
+    `pages` is how many kernel blocks, one after the other, make a block. Raises whatever a backend
+    does that cannot be asked so, and ValueError where tokens do not explain the page.
     """
     import numpy as np
     import torch
@@ -109,11 +110,12 @@ def _ask(
         return changed
 
     with torch.inference_mode():
-        # Padding, or anything else that does not come with a token.
         if not written(spec.block_size).all():
-            return None
+            raise ValueError("a page has bytes that come with no token")
         found = [_runs(written(tokens)) for tokens in sizes]
-    return found if max(map(len, found)) <= RUNS_MAX else None
+    if (pieces := max(map(len, found))) > RUNS_MAX:
+        raise ValueError(f"tokens lie in {pieces} pieces, more than {RUNS_MAX}")
+    return found
 
 
 def _runs(mask: Any) -> list[Run]:
