@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from lakecache._records import Tracked
     from lakecache._saves import Saves
 
-__all__ = ["PUT_OFF_SECONDS", "Backlog", "Run", "is_late"]
+__all__ = ["PUT_OFF_SECONDS", "STORES_PER_STEP", "Backlog", "Run", "is_late"]
+
+# Chunks that get a slot in a step, besides as many as a step computes: some ten microseconds each,
+# of steps that may take only a millisecond or two; and at most so many bytes of each rank.
+STORES_PER_STEP = 4
+STEP_BYTES = 128 << 20
 
 # What finds no room for this long, in steps that may take a millisecond, is not stored; nor is what
 # has waited for this long when vLLM lacks the blocks.
@@ -126,6 +131,22 @@ class Backlog:
             if run.tracked is tracked:
                 self._saves.unpin(run.take(len(run))[1])
         self._runs = [run for run in self._runs if run]
+
+    def allowed(self, tokens: int, tokens_before: int) -> int:
+        """How many chunks may get slots in a step of so many tokens, after one of so many.
+
+        What a GPU sends to the host waits for all copies that were queued before, on whichever
+        stream (measured on an H200), and so do the tokens. A step that computes chunks takes longer
+        than copying as many; before others, only what is copied within a few milliseconds may
+        be queued. In the first step without tokens the outputs of the one before are being sent, by
+        a thread that needs the GIL.
+        """
+        if tokens_before and not tokens:
+            return 0
+        part = self._chunk_bytes() // self._saves.ranks
+        few = max(1, min(STORES_PER_STEP, STEP_BYTES // max(part, 1)))
+        computed = min(tokens, tokens_before) // self._chunk
+        return few + computed if computed else max(0, min(few, 2 * few - len(self._saves)))
 
     def plan(self, plan: StepPlan, most: int, *, short: bool = False) -> list[Tracked]:
         """Begin to store up to `most` chunks; those without room wait, others may pass them.

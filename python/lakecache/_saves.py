@@ -49,9 +49,9 @@ class Saves:
         """Take vLLM's block pool."""
         self._pool = pool
 
-    def __bool__(self) -> bool:
-        """Whether an acknowledgement is awaited."""
-        return bool(self._jobs)
+    def __len__(self) -> int:
+        """How many are under way: an acknowledgement of each is awaited."""
+        return len(self._jobs)
 
     def __contains__(self, job: int) -> bool:
         """Whether this save is under way."""

@@ -51,10 +51,6 @@ OPEN_SECONDS = 1.0
 # A request whose loads failed this often is computed.
 LOAD_ATTEMPTS = 2
 DRAIN_SECONDS = 5.0
-# Chunks that get a slot in a step, besides as many as a step computes: some ten microseconds each,
-# of steps that may take only a millisecond or two. What the GPU sends to the host waits for all
-# copies that were queued before, on whichever stream (measured on an H200), and so do the tokens.
-STORES_PER_STEP = 4
 
 
 class SchedulerHalf:
@@ -399,10 +395,7 @@ class SchedulerHalf:
             return IDLE
         plan = self._plan = StepPlan()
         self.loads.plan(plan)
-        # In the first step without tokens the outputs of the one before are being sent, by a thread
-        # that needs the GIL.
-        if self.backlog and (tokens or not tokens_before):
-            most = STORES_PER_STEP + min(tokens, tokens_before) // self.chunk
+        if self.backlog and (most := self.backlog.allowed(tokens, tokens_before)):
             for tracked in self.backlog.plan(plan, most, short=short):
                 self._stop_saving(tracked)
         if self._saving:

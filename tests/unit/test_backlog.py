@@ -14,8 +14,14 @@ pytest.importorskip("vllm")
 
 from fakes.scheduler import Bench, Request
 from lakecache import _backlog, _scheduler
-from lakecache._metadata import IDLE
+from lakecache._metadata import IDLE, Tally
 from lakecache.connector import LakeCacheConnector
+
+
+class SavesUnderWay(list):  # type: ignore[type-arg]
+    """As many as there are elements."""
+
+    ranks = 2
 
 
 @pytest.fixture
@@ -35,10 +41,12 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
     assert bench.step() is IDLE
     # What comes later neither overtakes nor waits for all of it.
     bench.allocate(other, 0)
-    plans = [bench.step(other, 64), *(bench.step() for _ in range(5))]
-    assert [len(plan.stores) for plan in plans] == [4, 0, 4, 3, 0, 0]
-    for plan in plans:
+    stored = []
+    for number in range(6):
+        plan = bench.step() if number else bench.step(other, 64)
+        stored.append(len(plan.stores))
         bench.acknowledge(plan)
+    assert stored == [4, 0, 4, 3, 0, 0]
     bench.half.finished(other.request_id)
     assert bench.leaks() == []
     assert bench.half.matched(Request(640), 0) == (639, True)
@@ -53,8 +61,10 @@ def test_more_is_stored_while_more_is_computed(
     bench.allocate(request, 0)
     assert bench.step(request, 640) is IDLE
     # As many as a step computes, and some more; a small step has time for those alone.
-    assert len(bench.step(request, 1280).stores) == 10
-    assert len(bench.step(request, 640).stores) == 14
+    plans = [bench.step(request, 1280), bench.step(request, 640)]
+    assert [len(plan.stores) for plan in plans] == [10, 14]
+    for plan in plans:
+        bench.acknowledge(plan)
     assert len(bench.step(request, 1).stores) == 4
 
 
@@ -142,7 +152,7 @@ def test_room_that_comes_slowly_serves_all_of_a_prompt(
     request = Request(1024)
     bench.allocate(request, 0)
     stored = 0
-    monkeypatch.setattr(_scheduler, "STORES_PER_STEP", 1)
+    monkeypatch.setattr(_backlog, "STORES_PER_STEP", 1)
     for number in range(40):
         # Room for a chunk each second; the prompt's second half is computed in the second step.
         bench.cache.pool.refuse_reserve = True
@@ -244,10 +254,12 @@ def test_a_full_store_is_not_asked_for_everybody_in_each_step(
             bench.step(requests[0], 1)
     # Each has its turn.
     assert len(asked) == len(set(asked)) == 5 * _backlog.FAILURES_PER_STEP
-    plans = [bench.step(requests[0], 1) for _ in range(10)]
-    assert sum(len(plan.stores) for plan in plans) == 20
-    for plan in plans:
+    stored = 0
+    for _ in range(10):
+        plan = bench.step(requests[0], 1)
+        stored += len(plan.stores)
         bench.acknowledge(plan)
+    assert stored == 20
     for request in requests:
         bench.half.finished(request.request_id)
     assert bench.leaks() == []
@@ -259,7 +271,7 @@ def test_chunks_that_another_has_stored_go_at_once(
     one, other = Request(1280), Request(1280)
     for request in (one, other):
         bench.allocate(request, 0)
-    monkeypatch.setattr(_scheduler, "STORES_PER_STEP", 20)
+    monkeypatch.setattr(_backlog, "STORES_PER_STEP", 20)
     bench.step(one, 1280)
     bench.acknowledge(bench.step(other, 1280))
     assert bench.pool.pinned() == 40
@@ -270,6 +282,43 @@ def test_chunks_that_another_has_stored_go_at_once(
     for request in (one, other):
         bench.half.finished(request.request_id)
     assert bench.leaks() == []
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_short_steps_leave_little_queued(bench: Bench, tokens: int) -> None:
+    request = Request(1280)
+    bench.allocate(request, 0)
+    bench.step(request, 1280)
+    plans = [bench.step(request, tokens) for _ in range(12)]
+    # The next token waits for all that is queued before it.
+    few = _backlog.STORES_PER_STEP
+    assert [len(plan.stores) for plan in plans if plan.stores] == [few, few]
+    stored = 2 * few
+    for plan in plans:
+        bench.acknowledge(plan)
+    for _ in range(4):
+        plan = bench.step(request, tokens)
+        stored += len(plan.stores)
+        bench.acknowledge(plan)
+    assert stored == 20
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+@pytest.mark.parametrize(("part", "few"), [(1, 4), (60 << 20, 2), (1 << 30, 1)])
+def test_a_short_step_queues_few_bytes(part: int, few: int) -> None:
+    saves: Any = SavesUnderWay()
+    backlog = _backlog.Backlog(
+        None, saves, chunk=256, counts=Tally(), chunk_bytes=lambda: saves.ranks * part
+    )
+    assert backlog.allowed(1, 8192) == backlog.allowed(0, 0) == few
+    # A step that computes as many after one that did copies them meanwhile, whatever is queued.
+    saves.extend(range(100))
+    assert backlog.allowed(8192, 8192) == few + 32
+    assert backlog.allowed(8192, 1) == backlog.allowed(0, 0) == 0
+    del saves[2 * few - 1 :]
+    assert backlog.allowed(0, 0) == 1
+    assert backlog.allowed(0, 8192) == 0
 
 
 def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
