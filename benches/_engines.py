@@ -135,6 +135,9 @@ class Host:
             if left <= 0 or not select.select([self._answers], [], [], min(left, 5.0))[0]:
                 if left <= 0:
                     raise EngineError(self, f"no answer within {limit:.0f} s")
+                # A child that outlives it would keep the pipe open.
+                if self.process is not None and self.process.poll() is not None:
+                    raise EngineError(self, "the engine's process ended")
                 continue
             data = os.read(self._answers, 1 << 20)
             if not data:
