@@ -90,8 +90,6 @@ def _ask(
     import numpy as np
     import torch
 
-    # It may keep what it works out from the cache that it is given.
-    backend = copy.copy(layer.impl)
     shape, stride = (pages, *view.shape[1:]), view.stride()
 
     def written(tokens: int) -> Any:
@@ -105,7 +103,7 @@ def _ask(
         for before in (0, 255):
             page = torch.full(changed.shape, before, dtype=torch.uint8, device=view.device)
             cache = page.view(view.dtype).as_strided(shape, stride)
-            backend.do_kv_cache_update(layer, key, value, cache, slots)
+            _apart(layer.impl).do_kv_cache_update(layer, key, value, cache, slots)
             changed |= (page != before).cpu().numpy()
         return changed
 
@@ -115,6 +113,17 @@ def _ask(
         found = [_runs(written(tokens)) for tokens in sizes]
     if (pieces := max(map(len, found))) > RUNS_MAX:
         raise ValueError(f"tokens lie in {pieces} pieces, more than {RUNS_MAX}")
+    return found
+
+
+def _apart(backend: Any) -> Any:
+    """Copy a backend, with those that it hands on to: each may keep views of the cache that it is
+    first called with, which the engine and the next page must not get.
+    """
+    found = copy.copy(backend)
+    for name, part in vars(backend).items():
+        if hasattr(part, "do_kv_cache_update"):
+            setattr(found, name, _apart(part))
     return found
 
 

@@ -331,6 +331,46 @@ def test_the_backend_keeps_nothing_of_the_page_that_it_was_asked_with() -> None:
     assert model.impl.cache is None
 
 
+class Scales(Plain):
+    """With a scale at the end of each token's and head's content, in a view that is kept."""
+
+    scales: Any = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
+        if self.scales is None:
+            self.scales = kv_cache[..., -1]
+            self.scales.fill_(1.0)
+        page, offset = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
+        kv_cache[page, :, offset, :-1] = torch.cat([key, value], dim=-1)[..., :-1]
+        # No byte of it is zero, as of the least scale.
+        self.scales[page, :, offset] = torch.finfo(kv_cache.dtype).eps + 1.0
+
+
+class HandsOn:
+    def __init__(self, impl: Any) -> None:
+        self.impl = impl
+
+    def do_kv_cache_update(self, *arguments: Any) -> None:
+        self.impl.do_kv_cache_update(*arguments)
+
+
+@pytest.mark.parametrize("handed_on", [False, True])
+def test_scales_are_stored_though_the_backend_keeps_a_view_of_them(handed_on: bool) -> None:
+    scales = Scales()
+    impl = HandsOn(scales) if handed_on else scales
+    model = Model(impl, block=64, unit=16, heads=2, width=8)
+    found = model.runs()
+    # Not the engine's: it would write its scales to a page that nobody reads.
+    assert scales.scales is None
+    token = model.page // 64
+    for runs, tokens in zip(found, model.geometry.tails(), strict=True):
+        for name in model.names:
+            held = {at for begin, size in runs[name] for at in range(begin, begin + size)}
+            assert held >= set(range(tokens * token))
+
+
 def test_another_way_to_cut_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(Plain(), block=64, unit=16, heads=2, width=8)
     monkeypatch.setattr("lakecache.identity._device_identity", lambda *_: {})
