@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lakecache._support import KEY_BYTES, KIND_CHUNK
@@ -99,25 +99,32 @@ class Backlog:
         return any(run.tracked.no_room is None for run in self._runs)
 
     def pin(
-        self, tracked: Tracked, ready: int, per_chunk: int, blocks_of: Callable[[int], bytes]
+        self, tracked: Tracked, ready: int, tables: Sequence[Sequence[int]], blocks: int
     ) -> bool:
         """Pin the blocks of a request's chunks up to `ready`, as far as that is allowed; whether
-        there were any. `blocks_of` gives a chunk's packed block ids.
+        there were any. A chunk has so many blocks of each of the block tables.
         """
-        first, ids = tracked.pinned, array("i")
-        while tracked.pinned < ready and self._saves.room(per_chunk, len(ids)):
-            chunk = array("i", blocks_of(tracked.pinned))
-            if len(chunk) != per_chunk or not all(chunk):
-                break
-            ids.extend(chunk)
-            tracked.pinned += 1
-        if ids:
+        first, per_chunk = tracked.pinned, blocks * len(tables)
+        count = self._saves.room_for(per_chunk, ready - first)
+        end = min(first + count, *(len(table) // blocks for table in tables))
+        if len(tables) == 1:
+            ids = array("i", tables[0][first * blocks : end * blocks])
+        else:
+            ids = array("i")
+            for at in range(first * blocks, end * blocks, blocks):
+                for table in tables:
+                    ids.extend(table[at : at + blocks])
+        # A block that is gone ends the run.
+        count = (ids.index(0) if 0 in ids else len(ids)) // per_chunk
+        if count:
+            del ids[count * per_chunk :]
             self._runs.append(Run(tracked, first, ids, self._saves.pin(ids), per_chunk))
+            tracked.pinned += count
             tracked.put_off = None
         if tracked.pinned < ready and tracked.put_off is None:
             tracked.put_off = time.monotonic()
             self._counts["stores_put_off"] += 1
-        return bool(ids)
+        return count > 0
 
     def clear(self) -> None:
         """Give all of them up."""

@@ -358,7 +358,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         if self._cache.lookup(key)[0]:
             # It was just loaded, or computed again.
             return
-        if not all(ids) or not self.saves.room(len(ids)):
+        if not all(ids) or not self.saves.room_for(len(ids)):
             self.counts["states_dropped"] += 1
             return
         self._offers.append(

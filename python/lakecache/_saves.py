@@ -57,14 +57,12 @@ class Saves:
         """Whether this save is under way."""
         return job in self._jobs
 
-    def room(self, blocks: int, before: int = 0) -> bool:
-        """Whether an object's blocks may be pinned, after so many others that are about to be."""
+    def room_for(self, blocks: int, wanted: int = 1) -> int:
+        """How many of the `wanted` objects, of so many blocks each, may have theirs pinned."""
+        if self._pool is None or len(self._jobs) >= IN_FLIGHT:
+            return 0
         most = max(self.num_blocks // PINNED_SHARE, blocks)
-        return (
-            self._pool is not None
-            and len(self._jobs) < IN_FLIGHT
-            and self.pinned_blocks + before + blocks <= most
-        )
+        return max(0, min(wanted, (most - self.pinned_blocks) // blocks))
 
     def pin(self, ids: Sequence[int]) -> list[Any]:
         """Keep blocks from being given to others until `unpin`."""

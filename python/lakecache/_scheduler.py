@@ -453,10 +453,8 @@ class SchedulerHalf:
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
         if not self._keys(tracked) or table is None:
             return
-        per_chunk = self.chunk // self.block * len(self._groups.attention)
-        if self.backlog.pin(
-            tracked, ready, per_chunk, lambda index: self._chunk_blocks(table, index, 0)
-        ):
+        tables = [table[group] for group in self._groups.attention]
+        if self.backlog.pin(tracked, ready, tables, self.chunk // self.block):
             # If it is not through, it goes on behind the others.
             self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
 
