@@ -9,7 +9,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from operator import mul
+from operator import ge, le, mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,9 @@ CHANGED = 1.5
 CHANGE_AGES = 4 * HALF_LIFE
 # So many measurements in a row that are all this much slower, or all faster, than expected.
 OFF, OFF_IN_A_ROW = 3.0, 3
+# A class of n measurements is sure to lie within their range, widened on both sides by the usual
+# factor between neighbours to the power of MARGIN / (n - 1).
+MARGIN = 6.0
 RIDGE = 1e-4
 SHORTEST = 1e-6
 # Bytes, or tokens x context, or seconds, of any one measurement are fewer.
@@ -52,6 +55,17 @@ PROBE_THREADS = 4
 STEPS_IN_FLIGHT = 16
 
 
+class Bounds(NamedTuple):
+    """A class, what its middle measurement did, and how many times as long as the costs say its
+    measurements take: at least, and at most.
+    """
+
+    place: tuple[int, ...]
+    done: tuple[float, ...]
+    least: float
+    most: float
+
+
 class Fit:
     """Seconds as a sum of costs, each zero or more, times what was done.
 
@@ -59,6 +73,10 @@ class Fit:
     five and is represented by their lower median, so that a stall or a first-time compilation is
     outvoted. The costs minimise the relative error over all classes. That hardly sees a class which
     is much slower than the others say, so a lasting deviation scales what was measured before it.
+
+    An engine's steps are no such sum where small ones replay a graph and large ones are launched
+    one kernel at a time. So `near` keeps a prediction within what was measured: doing more takes no
+    less time than a class was sure to take, doing less takes no more. It rises with what is done.
     """
 
     def __init__(self, scales: Sequence[float]) -> None:
@@ -75,6 +93,7 @@ class Fit:
         self._fitted: dict[tuple[int, ...], float] = {}
         self._costs = (0.0,) * len(self._scales)
         self._stale = False
+        self._bounds: list[Bounds] | None = None
         self._off: list[tuple[Sample, float]] = []
         self.count = 0
 
@@ -111,7 +130,8 @@ class Fit:
 
     def _keep(self, done: tuple[float, ...], seconds: float) -> None:
         self.count += 1
-        place = tuple(int(amount).bit_length() for amount in done)
+        self._bounds = None
+        place = _place(done)
         samples = self._classes.pop(place, [])
         samples.append((done, max(seconds, SHORTEST)))
         del samples[:-KEPT_PER_CLASS]
@@ -139,7 +159,7 @@ class Fit:
         return sample[1] / expected if expected > 0 else sample[1]
 
     def _sum(self, done: Sequence[float]) -> float:
-        return math.fsum(cost * amount for cost, amount in zip(self._costs, done, strict=True))
+        return sum(map(mul, self._costs, done))
 
     def costs(self) -> tuple[float, ...]:
         """Give the seconds per unit of each quantity; all zero before the first measurement."""
@@ -152,6 +172,44 @@ class Fit:
         if self._stale:
             self._solve()
         return self._sum(done)
+
+    def near(self, done: Sequence[float]) -> float:
+        """Predict, within the bounds of the classes that did less and of those that did more."""
+        expected = self.seconds(done)
+        if self._bounds is None:
+            self._bounds = self._find_bounds()
+        if not self._bounds:
+            return expected
+        place, least, most = _place(done), 0.0, math.inf
+        for bounds in self._bounds:
+            if bounds.least > 1 and all(map(ge, place, bounds.place)):
+                least = max(least, bounds.least * self._sum(tuple(map(min, done, bounds.done))))
+            elif bounds.most < 1 and all(map(le, place, bounds.place)):
+                most = min(most, bounds.most * self._sum(tuple(map(max, done, bounds.done))))
+        return max(least, min(expected, most))
+
+    def _find_bounds(self) -> list[Bounds]:
+        """Give the classes that lie on one side of the costs by more than measurements vary.
+
+        How much they vary is the median over all classes, so that a compilation hides nothing. A
+        class that was not seen for long, or not since the speed changed, says nothing.
+        """
+        ranges = []
+        for place, samples in self._classes.items():
+            if len(samples) > 1:
+                excesses = [self._excess(sample) for sample in samples]
+                ranges.append((place, min(excesses), max(excesses), 1 / (len(samples) - 1)))
+        if not ranges:
+            return []
+        factors = sorted((slowest / quickest) ** share for _, quickest, slowest, share in ranges)
+        usual, found = factors[(len(factors) - 1) // 2], []
+        for place, quickest, slowest, share in ranges:
+            margin = usual ** (MARGIN * share)
+            least, most = quickest / margin, slowest * margin
+            fresh = self._age - self._seen_at[place] <= CHANGE_AGES
+            if fresh and (least > 1 or most < 1):
+                found.append(Bounds(place, self._middle[place][0], least, most))
+        return found
 
     def _solve(self) -> None:
         size = len(self._scales)
@@ -183,6 +241,7 @@ class Fit:
             costs[i] = cost / self._scales[i]
         self._costs = tuple(costs)
         self._stale = False
+        self._bounds = None
         self._fitted = {place: self._excess(middle) for place, middle in self._middle.items()}
 
     def samples(self) -> list[Sample]:
@@ -199,6 +258,11 @@ class Fit:
                 raise ValueError(f"an impossible measurement: {done}, {seconds}")
         for done, seconds in samples:
             self.add(tuple(done), seconds)
+
+
+def _place(done: Sequence[float]) -> tuple[int, ...]:
+    """Name the class of a measurement."""
+    return tuple(int(amount).bit_length() for amount in done)
 
 
 def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float]:
@@ -231,12 +295,24 @@ class PrefillModel:
         """Predict the time to compute tokens [begin, end) on an idle engine; None if unknown."""
         if not self.fit.count:
             return None
-        steps = -(-(end - begin) // self.step_tokens)
-        return self.fit.seconds((steps, end - begin, (end * end - begin * begin) / 2, 0))
+        full = (end - begin) // self.step_tokens
+        middle = begin + full * self.step_tokens
+        seconds = 0.0
+        if full:
+            # Full steps differ in their context alone: as many of the average one.
+            pairs = (middle * middle - begin * begin) / 2
+            seconds = full * self.fit.near((1, self.step_tokens, pairs / full, 0))
+        if middle < end:
+            seconds += self.fit.near((1, end - middle, (end * end - middle * middle) / 2, 0))
+        return seconds
 
 
 class TierModel:
-    """The time from the start of a load to its end: a latency, and bytes over a bandwidth."""
+    """The time from the start of a load to its end: a latency, and bytes over a bandwidth.
+
+    The costs alone predict: what else is under way counts by its bytes, and a class's bounds know
+    nothing of that.
+    """
 
     def __init__(self) -> None:
         """Begin with nothing known."""
@@ -356,7 +432,7 @@ class StepClock:
         end = self._last_end
         for step in self._open:
             if step.done is not None:
-                end = max(end, step.begin) + self._prefill.fit.seconds(step.done)
+                end = max(end, step.begin) + self._prefill.fit.near(step.done)
         return max(end - time.monotonic(), 0.0) if self._open else 0.0
 
     def _measured(self, step: OpenStep, seconds: float, now: float) -> None:
@@ -364,7 +440,7 @@ class StepClock:
         if not step.loading:
             self._prefill.fit.add(step.done, seconds)
         elif self._prefill.fit.count:
-            rest = seconds - self._prefill.fit.seconds(step.done)
+            rest = seconds - self._prefill.fit.near(step.done)
             self._step_loads.measured(step.loading, max(rest, seconds / 8), now)
 
 

@@ -37,15 +37,23 @@ def slow_cpu(tokens: float, pairs: float, decoding: int = 0) -> float:
     return 5e-3 + 2e-3 * tokens + 1e-8 * pairs
 
 
+def launched(tokens: float, pairs: float, decoding: int = 0) -> float:
+    """A fast GPU on a slow host: small steps replay a graph, larger ones wait for launches."""
+    if tokens <= 128:
+        return 15e-3 + 1e-5 * decoding
+    return max(30e-3, 13e-3 + 1.4e-6 * tokens + 2.6e-10 * pairs) + 1e-5 * decoding
+
+
 class Engine:
     """An engine and its tiers, with vLLM's sequence of calls; bandwidths in bytes per second."""
 
     def __init__(
-        self, clock: Clock, compute: Callable[..., float] = fast_gpu, *, noise: float = 0.0
-    ) -> None:
+        self, clock: Clock, compute: Callable[..., float] = fast_gpu, *, noise: float = 0.0,
+        step_tokens: int = 8192,
+    ) -> None:  # fmt: skip
         self.clock, self.compute, self.noise = clock, compute, noise
         self.random = random.Random(1)
-        self.policy = LoadPolicy(step_tokens=8192, engine="simulated")
+        self.policy = LoadPolicy(step_tokens=step_tokens, engine="simulated")
         self.memory, self.disk = 50e9, 2e9
 
     def take(self, seconds: float) -> None:
@@ -55,7 +63,7 @@ class Engine:
         """Compute a prompt in chunks; gives the seconds it took."""
         begin = self.clock.now
         while local < tokens:
-            count = min(8192, tokens - local)
+            count = min(self.policy.prefill.step_tokens, tokens - local)
             self.policy.clock.planned(step([("r", local, count)], decoding))
             self.take(self.compute(count, count * (local + count / 2), decoding))
             self.policy.step_ended()
@@ -69,6 +77,14 @@ class Engine:
         self.take(latency + memory * size / self.memory + disk * size / self.disk)
         self.policy.load_ended(ident, good=True)
 
+    def load_in_step(self, tokens: int, chunks: int) -> None:
+        """Load so many chunks from memory within the step that computes a prompt's last token."""
+        size = chunks * CHUNK * TOKEN_BYTES
+        self.policy.load_started(next(numbers), size, 0, same_step=True)
+        self.policy.clock.planned(step([("r", tokens - 1, 1)], has_sync_kv_loads=True))
+        self.take(self.compute(1, tokens, 0) + size / self.memory)
+        self.policy.step_ended()
+
     def learn(self) -> None:
         for tokens in (512, 8192, 32768, 2048) * 3:
             self.prefill(tokens)
@@ -76,11 +92,13 @@ class Engine:
             self.load(memory=chunks)
             self.load(disk=chunks)
 
-    def chunks(self, tokens: int, memory: int, disk: int = 0, local: int = 0) -> int:
+    def chunks(
+        self, tokens: int, memory: int, disk: int = 0, local: int = 0, *, same_step: bool = False
+    ) -> int:
         """Ask for a prompt of which so many chunks are in memory and on disk."""
         return self.policy.choose(
             None, tokens=tokens, local=local, present=memory + disk, in_memory=memory,
-            chunk=CHUNK, chunk_bytes=CHUNK * TOKEN_BYTES,
+            chunk=CHUNK, chunk_bytes=CHUNK * TOKEN_BYTES, same_step=same_step,
         ).taken  # fmt: skip
 
 
