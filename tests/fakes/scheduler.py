@@ -144,8 +144,12 @@ class Bench:
         assert self.half.matched(request, 0)[0] == 0
         self.allocate(request, 0)
         plan = self.compute(request, tokens)
-        for _ in range(self.ranks):
-            self.acknowledge(plan)
+        # Only so many are queued before the first ones are through.
+        while plan.stores:
+            for _ in range(self.ranks):
+                self.acknowledge(plan)
+            plan = self.step()
+            self.half.stats()
         self.half.finished(request.request_id)
 
     def leaks(self) -> list[str]:
