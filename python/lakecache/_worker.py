@@ -107,6 +107,7 @@ class WorkerHalf:
                 self._shapes[KIND_STATE] = pages.state_shape(None)
                 for shape, runs in enumerate(tails, KIND_TAIL):
                     self._shapes[shape] = pages.state_shape(runs)
+            _fill_scales(self._vllm_config, kv_caches)
             self._transfer = self._make_transfer(next(iter(kv_caches.values())))
             self._same_step = self._transfer.same_step
             self._declined = None
@@ -277,3 +278,14 @@ class WorkerHalf:
             # While copies may still land, what is pinned stays so until this process has ended.
             if idle:
                 self._cache.close()
+
+
+def _fill_scales(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Have backends fill the scales in their pages now: those with a scale per token and head do so
+    when they are first called, which may be after a load.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    for name, view in kv_caches.items():
+        backend = getattr(layers.get(name), "impl", None)
+        if getattr(backend, "_is_per_token_head_quant", False):
+            backend._ensure_scale_caches(view)

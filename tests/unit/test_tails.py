@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from lakecache._pages import ObjectShape, PageTable
 from lakecache._support import KIND_STATE, KIND_TAIL, Geometry, cache_groups
 from lakecache._tails import Runs, tail_runs
+from lakecache._worker import _fill_scales
 from lakecache.identity import rank_identity
 
 BLOCKS = 5
@@ -369,6 +370,33 @@ def test_scales_are_stored_though_the_backend_keeps_a_view_of_them(handed_on: bo
         for name in model.names:
             held = {at for begin, size in runs[name] for at in range(begin, begin + size)}
             assert held >= set(range(tokens * token))
+
+
+def test_the_first_forward_leaves_loaded_scales_alone() -> None:
+    """vLLM's Triton backend fills the scales of all pages when it is first called."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    impl: Any = object.__new__(TritonAttentionImpl)
+    impl._kv_quant_mode = KVQuantMode.INT8_PER_TOKEN_HEAD
+    impl._is_per_token_head_quant = False
+    memory = torch.zeros(3 * 2 * 16 * 24, dtype=torch.int8)
+    view = memory.view(3, 2, 16, 24)
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"attention": SimpleNamespace(impl=impl), "state": object()}
+        )
+    )
+    caches = {"attention": view, "state": memory}
+    _fill_scales(config, caches)
+    assert not memory.any()
+    impl._is_per_token_head_quant = True
+    _fill_scales(config, caches)
+    assert memory.any()
+    # A load, and then the first forward.
+    loaded = memory.random_(-128, 128).clone()
+    impl._pth_key_value_caches(view)
+    assert torch.equal(memory, loaded)
 
 
 def test_another_way_to_cut_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
