@@ -286,6 +286,6 @@ def _fill_scales(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor])
     """
     layers = vllm_config.compilation_config.static_forward_context
     for name, view in kv_caches.items():
-        backend = getattr(layers.get(name), "impl", None)
+        backend: Any = getattr(layers.get(name), "impl", None)
         if getattr(backend, "_is_per_token_head_quant", False):
             backend._ensure_scale_caches(view)
