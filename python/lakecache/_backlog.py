@@ -145,10 +145,11 @@ class Backlog:
         What a GPU sends to the host waits for all copies that were queued before, on whichever
         stream (measured on an H200), and so do the tokens. A step that computes chunks takes longer
         than copying as many; before others, only what is copied within a few milliseconds may
-        be queued. In the first step without tokens the outputs of the one before are being sent, by
+        be queued. The first step with tokens and the first without are left alone: somebody waits
+        for what the one computes to be begun, or for the outputs of the one before to be sent, by
         a thread that needs the GIL.
         """
-        if tokens_before and not tokens:
+        if bool(tokens) != bool(tokens_before):
             return 0
         part = self._chunk_bytes() // self._saves.ranks
         few = max(1, min(STORES_PER_STEP, STEP_BYTES // max(part, 1)))

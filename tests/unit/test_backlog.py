@@ -36,7 +36,8 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
     bench.allocate(request, 0)
     assert bench.step(request, 640) is IDLE
     assert bench.pool.pinned() == 20
-    # It ends before any of it is stored. The next step has nothing to compute: it is left alone.
+    # It ends before any of it is stored. The next step has nothing to compute: it is left alone,
+    # as is the first that computes again.
     bench.half.finished(request.request_id)
     assert bench.step() is IDLE
     # What comes later neither overtakes nor waits for all of it.
@@ -46,7 +47,7 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
         plan = bench.step() if number else bench.step(other, 64)
         stored.append(len(plan.stores))
         bench.acknowledge(plan)
-    assert stored == [4, 0, 4, 3, 0, 0]
+    assert stored == [0, 0, 4, 4, 3, 0]
     bench.half.finished(other.request_id)
     assert bench.leaks() == []
     assert bench.half.matched(Request(640), 0) == (639, True)
@@ -312,6 +313,7 @@ def test_a_short_step_queues_few_bytes(part: int, few: int) -> None:
         None, saves, chunk=256, counts=Tally(), chunk_bytes=lambda: saves.ranks * part
     )
     assert backlog.allowed(1, 8192) == backlog.allowed(0, 0) == few
+    assert backlog.allowed(1, 0) == backlog.allowed(8192, 0) == 0
     # A step that computes as many after one that did copies them meanwhile, whatever is queued.
     saves.extend(range(100))
     assert backlog.allowed(8192, 8192) == few + 32
