@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Fit", "PrefillModel", "StepClock", "TierModel", "probe_disk"]
 
@@ -55,15 +55,14 @@ PROBE_THREADS = 4
 STEPS_IN_FLIGHT = 16
 
 
-class Bounds(NamedTuple):
-    """A class, what its middle measurement did, and how many times as long as the costs say its
-    measurements take: at least, and at most.
+class Bound(NamedTuple):
+    """A class whose measurements take at least `factor` times as long as the costs say, where that
+    is above 1; or at most, where it is below. `done` is what its middle measurement did.
     """
 
     place: tuple[int, ...]
     done: tuple[float, ...]
-    least: float
-    most: float
+    factor: float
 
 
 class Fit:
@@ -93,7 +92,7 @@ class Fit:
         self._fitted: dict[tuple[int, ...], float] = {}
         self._costs = (0.0,) * len(self._scales)
         self._stale = False
-        self._bounds: list[Bounds] | None = None
+        self._bounds: list[Bound] | None = None
         self._off: list[tuple[Sample, float]] = []
         self.count = 0
 
@@ -158,7 +157,7 @@ class Fit:
         expected = self._sum(sample[0])
         return sample[1] / expected if expected > 0 else sample[1]
 
-    def _sum(self, done: Sequence[float]) -> float:
+    def _sum(self, done: Iterable[float]) -> float:
         return sum(map(mul, self._costs, done))
 
     def costs(self) -> tuple[float, ...]:
@@ -180,35 +179,36 @@ class Fit:
             self._bounds = self._find_bounds()
         if not self._bounds:
             return expected
-        place, least, most = _place(done), 0.0, math.inf
-        for bounds in self._bounds:
-            if bounds.least > 1 and all(map(ge, place, bounds.place)):
-                least = max(least, bounds.least * self._sum(tuple(map(min, done, bounds.done))))
-            elif bounds.most < 1 and all(map(le, place, bounds.place)):
-                most = min(most, bounds.most * self._sum(tuple(map(max, done, bounds.done))))
+        mine, least, most = _place(done), 0.0, math.inf
+        for place, middle, factor in self._bounds:
+            if factor > 1 and all(map(ge, mine, place)):
+                least = max(least, factor * self._sum(map(min, done, middle)))
+            elif factor < 1 and all(map(le, mine, place)):
+                most = min(most, factor * self._sum(map(max, done, middle)))
         return max(least, min(expected, most))
 
-    def _find_bounds(self) -> list[Bounds]:
+    def _find_bounds(self) -> list[Bound]:
         """Give the classes that lie on one side of the costs by more than measurements vary.
 
         How much they vary is the median over all classes, so that a compilation hides nothing. A
         class that was not seen for long, or not since the speed changed, says nothing.
         """
-        ranges = []
-        for place, samples in self._classes.items():
-            if len(samples) > 1:
-                excesses = [self._excess(sample) for sample in samples]
-                ranges.append((place, min(excesses), max(excesses), 1 / (len(samples) - 1)))
+        ranges = {
+            place: sorted(map(self._excess, samples))
+            for place, samples in self._classes.items()
+            if len(samples) > 1
+        }
         if not ranges:
             return []
-        factors = sorted((slowest / quickest) ** share for _, quickest, slowest, share in ranges)
+        factors = sorted((one[-1] / one[0]) ** (1 / (len(one) - 1)) for one in ranges.values())
         usual, found = factors[(len(factors) - 1) // 2], []
-        for place, quickest, slowest, share in ranges:
-            margin = usual ** (MARGIN * share)
-            least, most = quickest / margin, slowest * margin
-            fresh = self._age - self._seen_at[place] <= CHANGE_AGES
-            if fresh and (least > 1 or most < 1):
-                found.append(Bounds(place, self._middle[place][0], least, most))
+        for place, excesses in ranges.items():
+            if self._age - self._seen_at[place] > CHANGE_AGES:
+                continue
+            margin = usual ** (MARGIN / (len(excesses) - 1))
+            least, most = excesses[0] / margin, excesses[-1] * margin
+            if least > 1 or most < 1:
+                found.append(Bound(place, self._middle[place][0], least if least > 1 else most))
         return found
 
     def _solve(self) -> None:
