@@ -145,9 +145,8 @@ class Backlog:
         What a GPU sends to the host waits for all copies that were queued before, on whichever
         stream (measured on an H200), and so do the tokens. A step that computes chunks takes longer
         than copying as many; before others, only what is copied within a few milliseconds may
-        be queued. The first step with tokens and the first without are left alone: somebody waits
-        for what the one computes to be begun, or for the outputs of the one before to be sent, by
-        a thread that needs the GIL.
+        be queued. The first step with tokens is left alone because somebody waits for it to begin;
+        the first without, because a thread that needs the GIL sends the outputs of the one before.
         """
         if bool(tokens) != bool(tokens_before):
             return 0

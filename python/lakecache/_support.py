@@ -54,6 +54,7 @@ class Geometry(NamedTuple):
     def tails(self) -> list[int]:
         """Give how many tokens of the open block a tail may hold: a size for each of its shapes."""
         step = self._step()
+        # The deepest place inside of a block lies a unit before its end.
         ends = range(step, self.block - self.unit + step, step)
         return [min(end, self.block) for end in ends]
 

@@ -44,7 +44,9 @@ def tail_runs(
     groups: Groups,
     sizes: Sequence[int],
 ) -> list[Runs]:
-    """Give for each size the runs of its first tokens, in all attention layers that tell."""
+    """Give for each of the `sizes`, in tokens, the runs of so many first tokens of a page, in all
+    attention layers that tell.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     found: list[Runs] = [{} for _ in sizes]
     answers: dict[Any, list[list[Run]] | None] = {}
@@ -82,10 +84,12 @@ def _cleared(kv_cache_config: KVCacheConfig, group: int, view: torch.Tensor) -> 
 def _ask(
     layer: Any, spec: Any, view: torch.Tensor, pages: int, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[list[Run]]:
-    """Have the layer write the tokens of each size, and see where.
+    """Have the layer write so many first tokens of a page, for each size, and see where they lie.
 
-    `pages` is how many kernel blocks, one after the other, make a block. Raises whatever a backend
-    does that cannot be asked so, and ValueError where tokens do not explain the page.
+    `view` is the layer's cache, of which only shape, strides and type are used; `pages` is how many
+    of its kernel blocks, one after the other, make a page; `dtype` is that of K and V. Raises
+    whatever a backend does that cannot be asked so, and ValueError where tokens do not explain the
+    page.
     """
     import numpy as np
     import torch
@@ -93,13 +97,14 @@ def _ask(
     shape, stride = (pages, *view.shape[1:]), view.stride()
 
     def written(tokens: int) -> Any:
+        """Give for each byte of the page whether the first tokens are written to it."""
         key = torch.zeros(
             (tokens, layer.num_kv_heads, layer.head_size), dtype=dtype, device=view.device
         )
         value = key.new_zeros((tokens, layer.num_kv_heads, layer.head_size_v))
         slots = torch.arange(tokens, dtype=torch.int64, device=view.device)
         changed = np.zeros(spec.page_size_bytes, dtype=bool)
-        # Whatever a byte becomes, it is not what it was in both.
+        # Whatever a byte becomes, it was something else before in one of the two.
         for before in (0, 255):
             page = torch.full(changed.shape, before, dtype=torch.uint8, device=view.device)
             cache = page.view(view.dtype).as_strided(shape, stride)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from lakecache._tails import Runs
+
 __all__ = [
     "Fingerprint",
     "LoraDigest",
@@ -289,11 +291,11 @@ def rank_identity(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, Any],
     specs: list[tuple[str, Any]],
-    tails: Sequence[Any] = (),
+    tails: Sequence[Runs] = (),
 ) -> str:
     """Collect what only a worker knows about its pages, as canonical JSON.
 
-    `tails` is which bytes of a page the tails of each size hold.
+    `tails` says which bytes of a page the tails of each size hold.
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = []
