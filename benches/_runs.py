@@ -24,8 +24,8 @@ from _samples import interval, median, table
 from _workplace import GIB, Turn, Workplace, progress
 
 LINK_BYTES = GIB
-# Prompts of alternating pairs have seeds from here on.
-PAIR_SEED = 10_000
+# Prompts of alternating pairs have seeds from here on, so many for each pair.
+PAIR_SEED, SEEDS_PER_PAIR = 10_000, 8
 
 
 def make_parser(
@@ -61,6 +61,11 @@ def make_parser(
 def split(text: str, convert: Any = str) -> list[Any]:
     """Values of a comma-separated option."""
     return [convert(part) for part in text.split(",") if part]
+
+
+def pair_seed(number: int, place: int) -> int:
+    """The seed of the prompt that comes at this place within a pair."""
+    return PAIR_SEED + number * SEEDS_PER_PAIR + place
 
 
 def describe_machine() -> dict[str, Any]:
@@ -146,10 +151,10 @@ class Run:
     def end(self) -> None:
         """Save, end every engine, and leave nothing but the record and the logs asked for."""
         self.save()
-        self.turn_taking.leave()
         stop_all()
         self.place.keep_logs(self.options.keep_logs)
         self.place.remove()
+        self.turn_taking.leave()
 
     def in_turn(self, number: int) -> list[str]:
         """The arms; another one is the first each time."""
@@ -211,29 +216,33 @@ class SampledRun(Run):
         )
 
     def report_pairs(self, cells: Sequence[str]) -> None:
-        """Differences within pairs, with the interval of their median.
-
-        Samples of paired prompts are those whose seeds are `PAIR_SEED` and above.
-        """
+        """Differences within pairs, with the interval of their median."""
         rows = []
         for length, cell in itertools.product(self.lengths, cells):
             base = self.paired("none", length, cell)
             for arm in (arm for arm in self.arms if arm != "none"):
                 with_it = self.paired(arm, length, cell)
-                if not base or not with_it:
+                # One of the two may have failed.
+                pairs = [(base[number], with_it[number]) for number in base if number in with_it]
+                if not pairs:
                     continue
-                ratios = [b / a for a, b in zip(base, with_it, strict=False)]
+                ratios = [b / a for a, b in pairs]
                 low, high = interval(ratios)
                 rows.append(
-                    [length, cell, arm, len(ratios), f"{median(base):.3f}",
-                     f"{median(with_it):.3f}", f"{median(ratios):.4f}", f"{low:.4f}-{high:.4f}"]
+                    [length, cell, arm, len(pairs), f"{median([a for a, _ in pairs]):.3f}",
+                     f"{median([b for _, b in pairs]):.3f}", f"{median(ratios):.4f}",
+                     f"{low:.4f}-{high:.4f}"]
                 )  # fmt: skip
         header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
         self.print_table("pairs", "pairs, median of ratios", header, rows)
 
-    def paired(self, arm: str, length: int, cell: str) -> list[float]:
-        """Times of a cell's paired prompts in ms."""
-        return [s["ms"] for s in self.chosen(arm, length, cell) if s["seed"] >= PAIR_SEED]
+    def paired(self, arm: str, length: int, cell: str) -> dict[int, float]:
+        """Times of a cell's paired prompts in ms, by the number of the pair."""
+        return {
+            (sample["seed"] - PAIR_SEED) // SEEDS_PER_PAIR: sample["ms"]
+            for sample in self.chosen(arm, length, cell)
+            if sample["seed"] >= PAIR_SEED
+        }
 
     def report_tokens(self) -> None:
         """Every cell of every arm has to answer a prompt with the same token."""

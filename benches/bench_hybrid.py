@@ -35,7 +35,7 @@ import _runs
 from _arms import transfer_config
 from _engines import ROOT, EngineError, Host, difference, external_tokens, stop_on_signals
 from _models import kv_bytes_per_token, state_bytes
-from _runs import PAIR_SEED, SampledRun, split
+from _runs import PAIR_SEED, SampledRun, pair_seed, split
 from _samples import median, summary, table
 from _workplace import progress
 
@@ -332,8 +332,7 @@ class Run(SampledRun):
             for length in self.lengths:
                 for place, arm in enumerate(arms if number % 2 == 0 else arms[::-1]):
                     with self.guarded(f"pair of {arm} at {length} tokens"):
-                        seed = PAIR_SEED + number * 8 + place
-                        self.turn(arm, length, seed, PAIRED_CELLS)
+                        self.turn(arm, length, pair_seed(number, place), PAIRED_CELLS)
             progress(f"pairs: {number + 1} of {self.options.pairs}")
 
     def unpaired(self, arm: str, length: int, cell: str) -> list[dict[str, Any]]:

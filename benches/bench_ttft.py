@@ -26,7 +26,7 @@ import _runs
 from _arms import LmcacheServer
 from _engines import Host, external_tokens, stop_on_signals
 from _models import kv_bytes_per_token
-from _runs import PAIR_SEED, SampledRun, split
+from _runs import SampledRun, pair_seed, split
 from _samples import median, summary, table
 from _workplace import GIB, progress
 
@@ -61,7 +61,7 @@ class Run(SampledRun):
     def check_budget(self) -> None:
         """Refuse a disk tier from which prompts would be evicted before they are asked for."""
         options = self.options
-        # Each repeat has prompts of its own, and warming up has too.
+        # Each repeat has prompts of its own, and warming up has too; headers take less than 2 %.
         prompts = sum(self.lengths) * (options.reps + 1)
         needed = prompts * kv_bytes_per_token(self.model) * 1.02 / GIB
         if needed > options.disk_gib:
@@ -198,7 +198,7 @@ class Run(SampledRun):
             for number in range(self.options.pairs):
                 order = arms if number % 2 == 0 else arms[::-1]
                 for place, arm in enumerate(order):
-                    self.turn(serving[arm], arm, length, PAIR_SEED + number * 8 + place, cells)
+                    self.turn(serving[arm], arm, length, pair_seed(number, place), cells)
                 self.save()
             progress(f"{self.model}: {length} tokens: " + self.line(length))
         self.stop(serving)
@@ -319,7 +319,7 @@ def main() -> int:
     parser.add_argument("--together", action="store_true", help="all arms in one engine")
     parser.add_argument("--one-by-one", action="store_true", help="never start two at a time")
     parser.add_argument("--disk-probe-gib", type=float, default=4.0)
-    # Enough for the prompts of the largest model.
+    # Enough for what the repeats store of qwen3-8b.
     parser.set_defaults(disk_gib=48.0)
     options = parser.parse_args()
     if options.pairs and options.arms == parser.get_default("arms"):
