@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
     assert bench.step(request, 640) is IDLE
     assert bench.pool.pinned() == 20
     # It ends before any of it is stored. The next step has nothing to compute: it is left alone,
-    # as is the first that computes again.
+    # but not two steps in a row.
     bench.half.finished(request.request_id)
     assert bench.step() is IDLE
     # What comes later neither overtakes nor waits for all of it.
@@ -47,7 +48,7 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
         plan = bench.step() if number else bench.step(other, 64)
         stored.append(len(plan.stores))
         bench.acknowledge(plan)
-    assert stored == [0, 0, 4, 4, 3, 0]
+    assert stored == [4, 0, 4, 3, 0, 0]
     bench.half.finished(other.request_id)
     assert bench.leaks() == []
     assert bench.half.matched(Request(640), 0) == (639, True)
@@ -285,12 +286,26 @@ def test_chunks_that_another_has_stored_go_at_once(
     assert bench.leaks() == []
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_short_steps_leave_little_queued(bench: Bench, tokens: int) -> None:
+def test_the_first_step_after_idle_ones_is_left_alone(bench: Bench) -> None:
+    request = Request(640)
+    bench.allocate(request, 0)
+    plans = [bench.step(request, 640), bench.step(), bench.step(), bench.step(request, 1)]
+    plans.append(bench.step(request, 1))
+    assert [len(plan.stores) for plan in plans] == [0, 0, 4, 0, 4]
+    for plan in plans:
+        bench.acknowledge(plan)
+    bench.acknowledge(bench.step(request, 1))
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_short_steps_leave_little_queued(bench: Bench, *, decoding: bool) -> None:
     request = Request(1280)
+    take_step = partial(bench.step, request, 1) if decoding else bench.step
     bench.allocate(request, 0)
     bench.step(request, 1280)
-    plans = [bench.step(request, tokens) for _ in range(12)]
+    plans = [take_step() for _ in range(12)]
     # The next token waits for all that is queued before it.
     few = _backlog.STORES_PER_STEP
     assert [len(plan.stores) for plan in plans if plan.stores] == [few, few]
@@ -298,10 +313,25 @@ def test_short_steps_leave_little_queued(bench: Bench, tokens: int) -> None:
     for plan in plans:
         bench.acknowledge(plan)
     for _ in range(4):
-        plan = bench.step(request, tokens)
+        plan = take_step()
         stored += len(plan.stores)
         bench.acknowledge(plan)
     assert stored == 20
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_steps_with_and_without_tokens_by_turns_store_all(bench: Bench) -> None:
+    request = Request(1280)
+    bench.allocate(request, 0)
+    bench.step(request, 1280)
+    stored = []
+    for number in range(12):
+        plan = bench.step(request, 1) if number % 2 else bench.step()
+        stored.append(len(plan.stores))
+        bench.acknowledge(plan)
+    # Every second step is left alone.
+    assert stored == [0, 4] * 5 + [0, 0]
     bench.half.finished(request.request_id)
     assert bench.leaks() == []
 
@@ -313,7 +343,10 @@ def test_a_short_step_queues_few_bytes(part: int, few: int) -> None:
         None, saves, chunk=256, counts=Tally(), chunk_bytes=lambda: saves.ranks * part
     )
     assert backlog.allowed(1, 8192) == backlog.allowed(0, 0) == few
-    assert backlog.allowed(1, 0) == backlog.allowed(8192, 0) == 0
+    assert backlog.allowed(1, 0) == 0
+    assert backlog.allowed(1, 1) == few
+    assert backlog.allowed(8192, 0) == 0
+    assert backlog.allowed(0, 0) == few
     # A step that computes as many after one that did copies them meanwhile, whatever is queued.
     saves.extend(range(100))
     assert backlog.allowed(8192, 8192) == few + 32
