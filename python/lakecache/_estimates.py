@@ -9,7 +9,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from operator import ge, le, mul
+from operator import add, ge, le, mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +53,9 @@ PROBE_SECONDS = 0.5
 PROBE_THREADS = 4
 
 STEPS_IN_FLIGHT = 16
+# So many steps that overlap are measured together; in a longer run of them, beginnings and ends
+# count for little.
+STEPS_TOGETHER = 8
 
 
 class Bound(NamedTuple):
@@ -291,8 +294,11 @@ class PrefillModel:
         # Steps, tokens, tokens x context, and decoding requests that shared the step.
         self.fit = Fit((1, 1 << 10, 1 << 24, 16))
 
-    def seconds(self, begin: int, end: int) -> float | None:
-        """Predict the time to compute tokens [begin, end) on an idle engine; None if unknown."""
+    def seconds(self, begin: int, end: int, stops: Iterable[int] = ()) -> float | None:
+        """Predict the time to compute tokens [begin, end) on an idle engine; None if unknown.
+
+        `stops` are positions where the engine ends a step besides.
+        """
         if not self.fit.count:
             return None
         full = (end - begin) // self.step_tokens
@@ -301,10 +307,20 @@ class PrefillModel:
         if full:
             # Full steps differ in their context alone: as many of the average one.
             pairs = (middle * middle - begin * begin) / 2
-            seconds = full * self.fit.near((1, self.step_tokens, pairs / full, 0))
+            seconds = self.steps_seconds(full, (full, middle - begin, pairs, 0))
         if middle < end:
-            seconds += self.fit.near((1, end - middle, (end * end - middle * middle) / 2, 0))
+            pairs = (end * end - middle * middle) / 2
+            steps = 1 + sum(middle < stop < end for stop in stops)
+            seconds += self.steps_seconds(steps, (steps, end - middle, pairs, 0))
         return seconds
+
+    def steps_seconds(self, steps: int, done: Sequence[float]) -> float:
+        """Predict so many steps that do this together: as many of the average one."""
+        return steps * self.fit.near([amount / steps for amount in done])
+
+    def measured(self, steps: int, done: Sequence[float], seconds: float) -> None:
+        """Take in how long so many steps took together: each counts as the average one."""
+        self.fit.add(tuple(amount / steps for amount in done), seconds / steps)
 
 
 class TierModel:
@@ -346,19 +362,35 @@ class TierModel:
 
 
 class OpenStep(NamedTuple):
-    """A step that has not come back: its number and begin, bytes to load, and what it computes."""
+    """Steps that have not come back: the number of the last, when the first was planned, after
+    which step, how many they are, bytes to load, and what they compute together.
+    """
 
     number: int
     begin: float
+    after: int
+    steps: int
     loading: int
     done: tuple[float, ...] | None
+
+    def and_then(self, begin: float, other: OpenStep) -> OpenStep:
+        """Give both as one that has begun at a known time."""
+        done = None
+        if self.done is not None and other.done is not None:
+            done = tuple(map(add, self.done, other.done))
+        return OpenStep(
+            other.number, begin, 0, self.steps + other.steps, self.loading + other.loading, done
+        )
 
 
 class StepClock:
     """How long the engine's steps with prefill take, from when they are planned and come back.
 
-    Every planned step comes back once, in order; with asynchronous scheduling the next one is
-    planned while one runs, so a step begins when it is planned or when the step before it ends.
+    Every planned step comes back once, in order. With asynchronous scheduling the next one is
+    planned while one runs, so a step begins when it is planned or when the one before it that
+    computes something ends. And it may be long over when it comes back, as the engine's thread
+    launches the next one first, which can take as long as the step itself. So steps with prefill
+    that overlap are measured together.
     """
 
     def __init__(self, prefill: PrefillModel, step_loads: TierModel) -> None:
@@ -367,7 +399,10 @@ class StepClock:
         self._step_loads = step_loads
         self._planned = 0
         self._ended = 0
+        # The last step that computes anything.
+        self._computing = 0
         self._open: list[OpenStep] = []
+        # When the step ended that the first open one comes after.
         self._last_end = 0.0
         # Bytes to load within the step that is planned next.
         self.loading = 0
@@ -376,7 +411,8 @@ class StepClock:
     def planned(self, output: Any) -> None:
         """Note a step, `output` being vLLM's SchedulerOutput. Pure decode costs two lookups."""
         self._planned += 1
-        if output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) or self.loading:
+        tokens = output.total_num_scheduled_tokens
+        if tokens > len(output.num_scheduled_tokens) or self.loading:
             try:
                 self._plan(output)
             except Exception:
@@ -384,6 +420,8 @@ class StepClock:
                 self.errors += 1
                 if self.errors == 1:
                     log.exception("LakeCache could not measure a step; further ones are counted")
+        if tokens:
+            self._computing = self._planned
 
     def _plan(self, output: Any) -> None:
         loading, self.loading = self.loading, 0
@@ -409,8 +447,11 @@ class StepClock:
         # Encoders, and loads that were not announced, take time that says nothing about tokens.
         foreign = output.scheduled_encoder_inputs or (output.has_sync_kv_loads and not loading)
         self._open.append(
-            OpenStep(self._planned, time.monotonic(), loading, None if foreign else done)
-        )
+            OpenStep(
+                self._planned, time.monotonic(), self._computing, 1, loading,
+                None if foreign else done,
+            )
+        )  # fmt: skip
 
     def ended(self) -> float | None:
         """Note that the oldest step is over; give the time if it was one with prefill."""
@@ -419,29 +460,36 @@ class StepClock:
             return None
         now = time.monotonic()
         step = self._open[0]
-        mine = step.number <= self._ended
-        if mine:
-            del self._open[0]
-            if step.done is not None and step.number == self._ended:
-                self._measured(step, now - max(step.begin, self._last_end), now)
+        if step.number > self._ended:
+            if step.after == self._ended:
+                self._last_end = now
+            return None
+        del self._open[0]
+        begin = max(step.begin, self._last_end)
+        following = next(iter(self._open), None)
+        if following and following.after == step.number and step.steps < STEPS_TOGETHER:
+            self._open[0] = step.and_then(begin, following)
+            return now
+        if step.done is not None and step.number == self._ended:
+            self._measured(step, now - begin)
         self._last_end = now
-        return now if mine else None
+        return now
 
     def remaining(self) -> float:
         """Predict how long the steps with prefill that are under way will still take."""
         end = self._last_end
         for step in self._open:
             if step.done is not None:
-                end = max(end, step.begin) + self._prefill.fit.near(step.done)
+                end = max(end, step.begin) + self._prefill.steps_seconds(step.steps, step.done)
         return max(end - time.monotonic(), 0.0) if self._open else 0.0
 
-    def _measured(self, step: OpenStep, seconds: float, now: float) -> None:
+    def _measured(self, step: OpenStep, seconds: float) -> None:
         assert step.done is not None
         if not step.loading:
-            self._prefill.fit.add(step.done, seconds)
+            self._prefill.measured(step.steps, step.done, seconds)
         elif self._prefill.fit.count:
-            rest = seconds - self._prefill.fit.near(step.done)
-            self._step_loads.measured(step.loading, max(rest, seconds / 8), now)
+            rest = seconds - self._prefill.steps_seconds(step.steps, step.done)
+            self._step_loads.measured(step.loading, max(rest, seconds / 8), time.monotonic())
 
 
 def probe_disk(directory: Path) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lakecache._backlog import PUT_OFF_SECONDS
@@ -156,11 +157,21 @@ class HybridSchedulerHalf(SchedulerHalf):
                     (need - in_memory) * self._bytes(KIND_CHUNK) + state * (not state_in_memory)
                 )
             number = self.policy.decide(
-                Hit(tracked.request.num_tokens, local, ends[::-1], memory[::-1], disk[::-1])
-            )
+                Hit(
+                    tracked.request.num_tokens, local, ends[::-1], memory[::-1], disk[::-1],
+                    stops=partial(self._stops, tracked.request),
+                )
+            )  # fmt: skip
             tracked.choice = Choice(local, blocks[0], blocks[-number] if number else 0)
         taken = 0 if tracked.choice is None else tracked.choice.taken
         return next((one for one, size in zip(found, blocks, strict=True) if size == taken), None)
+
+    def _stops(self, request: Request, begin: int) -> list[int]:
+        """Give where vLLM ends steps of a prompt from a token on, to have states there: at the next
+        block boundary, at the last one, and at the deepest boundary of all.
+        """
+        last = self._last_boundary(request)
+        return sorted({-(-begin // self.block) * self.block, last // self.block * self.block, last})
 
     def _state_keys(self, tracked: Tracked) -> bytes:
         """Keys of the states at all multiples of the hash unit, extended as the request grows."""

@@ -20,7 +20,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -64,7 +64,9 @@ class Hit(NamedTuple):
 
     A candidate is described by the tokens that the GPU holds after the load, and by the bytes to
     load from memory and from disk, from the beginning of the load up to there. `same_step` says
-    that what is all in memory will be loaded within the step that computes the rest.
+    that what is all in memory will be loaded within the step that computes the rest. `stops` gives
+    where the engine will end steps of the prompt if it begins to compute at some token, besides
+    those that its largest step asks for.
     """
 
     tokens: int  # of the prompt
@@ -73,6 +75,7 @@ class Hit(NamedTuple):
     memory: Sequence[int]
     disk: Sequence[int]
     same_step: bool = False
+    stops: Callable[[int], Iterable[int]] = lambda begin: ()
 
 
 class Choice(NamedTuple):
@@ -160,14 +163,14 @@ class LoadPolicy:
     def decide(self, hit: Hit) -> int:
         """Give the number of the candidate to load, counted from 1; 0 is to compute everything."""
         self._adopt()
-        compute = self.prefill.seconds(hit.local, hit.tokens)
+        compute = self.prefill.seconds(hit.local, hit.tokens, hit.stops(hit.local))
         if compute is None:
             return len(hit.ends)
         # Computing waits for what is being computed; a load goes on meanwhile.
         wait = self.clock.remaining()
         times = [wait + compute]
         for end, memory, disk in zip(hit.ends, hit.memory, hit.disk, strict=True):
-            rest = self.prefill.seconds(end, hit.tokens) or 0.0
+            rest = self.prefill.seconds(end, hit.tokens, hit.stops(end)) or 0.0
             load = self.load_seconds(memory, disk, same_step=hit.same_step and not disk)
             times.append(max(wait, load) + rest)
         best = min(range(len(times)), key=lambda index: (times[index], -index))

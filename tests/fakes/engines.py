@@ -85,6 +85,30 @@ class Engine:
         self.take(self.compute(1, tokens, 0) + size / self.memory)
         self.policy.step_ended()
 
+    def overlap(self, steps: list[tuple[Any, float]], launch: float) -> float:
+        """Plan and launch each step while the one before runs, as vLLM does with asynchronous
+        scheduling; each with the seconds that the GPU needs for it. Gives the seconds of all.
+        """
+        begin = free = self.clock.now
+        running: list[float] = []
+
+        def wait() -> None:
+            self.clock.now = max(self.clock.now, running.pop(0))
+            self.policy.step_ended()
+
+        for output, computing in steps:
+            self.policy.clock.planned(output)
+            free = max(self.clock.now, free)
+            if output.total_num_scheduled_tokens:
+                free += max(computing, launch)
+                self.clock.now += launch
+            running.append(free)
+            if len(running) == 2:
+                wait()
+        while running:
+            wait()
+        return self.clock.now - begin
+
     def learn(self) -> None:
         for tokens in (512, 8192, 32768, 2048) * 3:
             self.prefill(tokens)

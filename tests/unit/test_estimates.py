@@ -172,7 +172,7 @@ def samples(engine: Engine) -> list[Any]:
     return engine.policy.prefill.fit.samples()
 
 
-def test_overlapping_steps_begin_where_the_one_before_ends(clock: Clock) -> None:
+def test_steps_begin_where_the_one_before_ends_and_count_together(clock: Clock) -> None:
     engine = Engine(clock)
     plan, ended = engine.policy.clock.planned, engine.policy.step_ended
     plan(step([], decoding=4))
@@ -188,11 +188,62 @@ def test_overlapping_steps_begin_where_the_one_before_ends(clock: Clock) -> None
     ended()
     clock.now += 0.010
     ended()
+    plan(step([("b", 0, 100)]))
+    clock.now += 0.005
+    ended()
     assert [(done, round(seconds, 6)) for done, seconds in samples(engine)] == [
-        ((1, 1000, 500_000.0, 4), 0.040),
-        ((1, 500, 625_000.0, 4), 0.025),
+        ((1, 750, 562_500.0, 4), 0.0325),
+        ((1, 100, 5000.0, 0), 0.005),
     ]
     assert engine.policy.clock._open == []
+
+
+@pytest.mark.parametrize(("launch", "gpu"), [(0.040, 0.010), (0.001, 0.040)])
+def test_steps_that_are_launched_while_others_run_are_measured(
+    clock: Clock, launch: float, gpu: float
+) -> None:
+    engine = Engine(clock)
+    for prompt in ([480, 32], [1056, 32, 12], [32]) * 3:
+        # The engine polls a load, or a copy, until the prompt is to be computed.
+        steps, at = [(step([]), 0.0)] * 3, 0
+        for count in prompt:
+            steps.append((step([("r", at, count)]), gpu))
+            at += count
+        engine.overlap([*steps, (step([]), 0.0)], launch)
+        clock.now += 1
+    each = max(launch, gpu)
+    assert all(seconds == pytest.approx(each, rel=0.03) for _, seconds in samples(engine))
+    prefill = engine.policy.prefill
+    assert prefill.seconds(0, 512, [480]) == pytest.approx(2 * each, rel=0.1)
+    assert prefill.seconds(0, 1100, [0, 1056, 1088]) == pytest.approx(3 * each, rel=0.1)
+    assert prefill.seconds(480, 512, [480, 512]) == pytest.approx(each, rel=0.1)
+
+
+def test_a_long_run_of_steps_is_measured_in_parts(clock: Clock) -> None:
+    engine = Engine(clock)
+    run = [(step([("r", 0, 100)]), 0.010)] * (2 * _estimates.STEPS_TOGETHER + 1)
+    took = engine.overlap(run, 0.001)
+    parts = samples(engine)
+    assert len(parts) == 3
+    weights = (_estimates.STEPS_TOGETHER, _estimates.STEPS_TOGETHER, 1)
+    total = sum(seconds * n for (_, seconds), n in zip(parts, weights, strict=True))
+    assert total == pytest.approx(took)
+
+
+def test_what_is_under_way_is_foreseen(clock: Clock) -> None:
+    engine = Engine(clock)
+    for _ in range(3):
+        engine.overlap([(step([("r", 0, 100)]), 0.010), (step([("r", 100, 100)]), 0.010)], 0.001)
+    ticker = engine.policy.clock
+    for context in (0, 100):
+        ticker.planned(step([("r", context, 100)]))
+    assert ticker.remaining() == pytest.approx(0.020, rel=0.05)
+    clock.now += 0.010
+    engine.policy.step_ended()
+    assert ticker.remaining() == pytest.approx(0.010, rel=0.1)
+    clock.now += 0.010
+    engine.policy.step_ended()
+    assert ticker.remaining() == 0
 
 
 def test_steps_without_prefill_leave_nothing(clock: Clock) -> None:

@@ -533,6 +533,10 @@ def test_the_faster_checkpoint_is_taken(make: Callable[..., Bench]) -> None:
     assert (hit.tokens, hit.local, list(hit.ends)) == (90, 0, [32, 80])
     assert list(hit.memory) == [64 + 128, 2 * 64 + 192]
     assert list(hit.disk) == [0, 0]
+    # vLLM ends steps at block boundaries, and at the last of all.
+    assert [list(hit.stops(begin)) for begin in (0, 32, 80)] == [
+        [0, 64, 80], [32, 64, 80], [64, 80, 96],
+    ]  # fmt: skip
     bench.cache.clear_memory()
     answers = [2]
     request = Request(90)
