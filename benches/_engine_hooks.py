@@ -93,6 +93,16 @@ def _is_half(thing: Any) -> bool:
     return hasattr(thing, "counts") and hasattr(thing, "explain")
 
 
+def _measured(half: Any) -> dict[str, Any]:
+    """The measurements that a load policy keeps."""
+    policy = getattr(half, "policy", None)
+    if policy is None:
+        return {}
+    fits = {"prefill": policy.prefill.fit, "memory": policy.memory.fit, "step": policy.step.fit,
+            "disk": policy.disk.fit}  # fmt: skip
+    return {name: fit.samples() for name, fit in fits.items()}
+
+
 class Extension:
     """Mixed into vLLM's worker class; every method is a remote call of the benches."""
 
@@ -183,7 +193,7 @@ class Extension:
     def bench_estimates(self) -> dict[str, Any]:
         """What LakeCache's load policy believes, and its last decision."""
         half = _find(schedulers[-1].connector, _is_half)
-        return {} if half is None else half.explain()
+        return {} if half is None else half.explain() | {"measured": _measured(half)}
 
     def bench_cache_stats(self) -> dict[str, Any]:
         """The core's own counters and gauges (LakeCache)."""
@@ -276,6 +286,40 @@ class Extension:
                 seen[1] += clock() - started
 
         return timed
+
+    def bench_stages(self) -> list[list[Any]]:
+        """What the engine core did since the last call: [what, tokens of the step, begin, end], as
+        perf_counter() gives it in any process; nothing before the first call.
+        """
+        if not hasattr(self, "_bench_stages"):
+            self._bench_stages: list[list[Any]] = []
+            core, scheduler = cores[-1], schedulers[-1]
+            for owner, names in (
+                (core, ["add_request"]),
+                (scheduler, ["schedule", "update_from_output"]),
+                (core.model_executor, ["execute_model", "sample_tokens"]),
+            ):
+                for name in names:
+                    setattr(owner, name, self._bench_noted(name, getattr(owner, name)))
+        seen, self._bench_stages[:] = list(self._bench_stages), []
+        return seen
+
+    def _bench_noted(self, name: str, method: Any) -> Any:
+        seen, clock = self._bench_stages, time.perf_counter
+
+        def noted(*args, **kwargs):
+            started = clock()
+            result = method(*args, **kwargs)
+            ended = clock()
+            tokens = [
+                step.total_num_scheduled_tokens
+                for step in (result, *args)
+                if hasattr(step, "total_num_scheduled_tokens")
+            ]
+            seen.append([name, tokens[0] if tokens else None, started, ended])
+            return result
+
+        return noted
 
     def bench_collect(self) -> None:
         """Collect garbage now rather than while something is measured."""

@@ -67,6 +67,9 @@ class EngineHost:
         )
         self.init_s = time.perf_counter() - started
         self.request_number = 0
+        self.stages = spec.get("stages", False)
+        if self.stages:
+            self._call("bench_stages")
 
     def _call(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]
@@ -145,6 +148,8 @@ class EngineHost:
 
     def _timed(self, tokens: list[int], sampling: Any) -> dict[str, Any]:
         prompt = {"prompt_token_ids": tokens}
+        if self.stages:
+            self._call("bench_stages")
         started = time.perf_counter()
         output = self.llm.generate([prompt], sampling, use_tqdm=False)[0]
         spent = time.perf_counter() - started
@@ -153,6 +158,12 @@ class EngineHost:
             "tokens": list(output.outputs[0].token_ids),
             "cached": output.num_cached_tokens,
         }
+        if self.stages:
+            answer["stages"] = [
+                [what, count, round((begin - started) * 1e3, 3), round((end - started) * 1e3, 3)]
+                for what, count, begin, end in self._call("bench_stages")
+                if begin < started + spent
+            ]
         if sampling.logprobs:
             answer["logprobs"] = [
                 {str(token): value.logprob for token, value in step.items()}

@@ -64,6 +64,7 @@ class Host:
             "engine": settings,
             "vocabulary": MODELS[model]["vocab_size"] if model in MODELS else 500,
             "switched": self.switched,
+            "stages": options.stages,
             "watched": {key(arm): watched_folder(arm, place) for arm in arms},
             "dropped": {key(arm): [str(place.scratch / arm)] for arm in arms},
         }

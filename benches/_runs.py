@@ -49,6 +49,9 @@ def make_parser(
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--keep-logs", type=Path, help="file to append the engines' logs to")
     parser.add_argument(
+        "--stages", action="store_true", help="record what the engine core did for each request"
+    )
+    parser.add_argument(
         "--turn", type=Path, help="file whose lock is held while this bench measures"
     )
     parser.add_argument(

@@ -82,7 +82,7 @@ class Site:
         self.running: dict[str, Engine] = {}
         self.options = argparse.Namespace(
             device=DEVICE, max_num_seqs=32, kv_gib=0.25, gpu_share=0.05, cpu_gib=0.25,
-            disk_gib=1.0, rival_block=None, lakecache={}, engine={},
+            disk_gib=1.0, rival_block=None, lakecache={}, engine={}, stages=False,
             enforce_eager=bool(os.environ.get("LAKECACHE_GPU_TESTS_EAGER")),
         )  # fmt: skip
 
