@@ -175,15 +175,22 @@ class Fit:
             self._solve()
         return self._sum(done)
 
-    def near(self, done: Sequence[float]) -> float:
-        """Predict, within the bounds of the classes that did less and of those that did more."""
-        expected = self.seconds(done)
+    def prepare(self) -> list[Bound]:
+        """Solve and bound, if something was measured since that is worth it."""
+        if self._stale:
+            self._solve()
         if self._bounds is None:
             self._bounds = self._find_bounds()
-        if not self._bounds:
+        return self._bounds
+
+    def near(self, done: Sequence[float]) -> float:
+        """Predict, within the bounds of the classes that did less and of those that did more."""
+        bounds = self.prepare()
+        expected = self._sum(done)
+        if not bounds:
             return expected
         mine, least, most = _place(done), 0.0, math.inf
-        for place, middle, factor in self._bounds:
+        for place, middle, factor in bounds:
             if factor > 1 and all(map(ge, mine, place)):
                 least = max(least, factor * self._sum(map(min, done, middle)))
             elif factor < 1 and all(map(le, mine, place)):

@@ -238,6 +238,11 @@ class LoadPolicy:
 
     # Measurements
 
+    def prepare(self) -> None:
+        """Do what the next decision needs: in steps that nobody waits for."""
+        for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):
+            fit.prepare()
+
     def step_ended(self) -> None:
         """Note that the oldest planned step is over; now and then keep the estimates."""
         now = self.clock.ended()
