@@ -68,7 +68,9 @@ class HybridSchedulerHalf(SchedulerHalf):
         """Take what `SchedulerHalf` takes."""
         super().__init__(vllm_config, *args, geometry=geometry, **kwargs)
         self._shape_at = geometry.state_shape
+        # Those of earlier steps, and those that no plan has told the workers of.
         self._offers: list[Offer] = []
+        self._new_offers: list[Offer] = []
         # Keys of the states on their way, by job.
         self._state_jobs: dict[int, bytes] = {}
         # States that were hit, and junctions: more than one prompt continues them.
@@ -109,8 +111,8 @@ class HybridSchedulerHalf(SchedulerHalf):
                 return True
             self._drop_lease(tracked)
         chunks = self._keys(tracked)[first * KEY_BYTES :]
-        end = (tracked.request.num_tokens - 1) // self.unit
-        states = self._state_keys(tracked)[local // self.unit * KEY_BYTES : end * KEY_BYTES]
+        begin, end = local // self.unit, (tracked.request.num_tokens - 1) // self.unit
+        states = self._state_keys(tracked, begin)[: (end - begin) * KEY_BYTES]
         if not states:
             return False
         per_block = self.block // self.unit
@@ -173,14 +175,18 @@ class HybridSchedulerHalf(SchedulerHalf):
         last = self._last_boundary(request)
         return sorted({-(-begin // self.block) * self.block, last // self.block * self.block, last})
 
-    def _state_keys(self, tracked: Tracked) -> bytes:
-        """Keys of the states at all multiples of the hash unit, extended as the request grows."""
+    def _state_keys(self, tracked: Tracked, begin: int) -> bytes:
+        """Keys of the states behind so many hash units, at every further one; they are kept, and
+        extended as the request grows.
+        """
         space = tracked.space
         if space is None:
             return b""
+        if begin != tracked.states_begin:
+            tracked.states_begin, tracked.states = begin, b""
         hashes = tracked.request.block_hashes
         per_block = self.block // self.unit
-        have = len(tracked.states) // KEY_BYTES
+        have = begin + len(tracked.states) // KEY_BYTES
         parts = [tracked.states]
         while have < len(hashes):
             # The tails of a block, then the state at its end.
@@ -193,8 +199,12 @@ class HybridSchedulerHalf(SchedulerHalf):
         return tracked.states
 
     def _state_key(self, tracked: Tracked, boundary: int) -> bytes:
-        at = boundary // self.unit - 1
-        return self._state_keys(tracked)[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+        if tracked.space is None:
+            return b""
+        kind = KIND_TAIL if boundary % self.block else KIND_STATE
+        at = boundary // self.unit
+        hashes = tracked.request.block_hashes[at - 1 : at]
+        return bytes(self._core.derive_keys(tracked.space.digest, kind, hashes))
 
     def _forget_keys(self, tracked: Tracked) -> None:
         super()._forget_keys(tracked)
@@ -268,21 +278,27 @@ class HybridSchedulerHalf(SchedulerHalf):
         plan = super().plan_step(output)
         tables = output.kv_connector_block_state
         offered = {} if tables is None else tables.boundary_state_offloads
-        if not offered and not self._offers:
+        if not offered and not self._offers and not self._new_offers:
             return plan
         # Where planning fails from here on, the workers are told of all that is in it.
         plan = self._plan = plan or StepPlan()
+        self._store_states(plan)
         for request_id, entries in offered.items():
             tracked = self._tracked.get(request_id)
             table = None if tables is None else tables.get_block_ids(request_id)
             if tracked is not None and table is not None:
                 self._take_offers(tracked, entries, table)
-        self._store_states(plan)
+        if self._new_offers:
+            plan.pinned = True
+            self._offers += self._new_offers
+            self._new_offers = []
         return plan if plan else IDLE
 
     def plan_rest(self) -> StepPlan:
         """See `SchedulerHalf.plan_rest`."""
         plan = super().plan_rest()
+        self._offers += self._new_offers
+        self._new_offers = []
         self._store_states(plan)
         return plan
 
@@ -303,7 +319,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         table: Sequence[Sequence[int]],
         entries: Sequence[tuple[int, int, int]],
     ) -> None:
-        """Take the state of a request that ends; it is stored in the next step."""
+        """Take the state of a request that ends; it is stored in a later step."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             self._take_offers(tracked, entries, table)
@@ -356,7 +372,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         self._state_jobs = saving
         if not key or tracked.space is None or key in saving.values():
             return
-        if any(offer.key == key for offer in self._offers):
+        if any(offer.key == key for offer in (*self._offers, *self._new_offers)):
             return
         kind, ids = KIND_STATE, blocks
         if boundary % self.block:
@@ -372,7 +388,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         if not all(ids) or not self.saves.room_for(len(ids)):
             self.counts["states_dropped"] += 1
             return
-        self._offers.append(
+        self._new_offers.append(
             Offer(
                 tracked, boundary, kind, self._shape_at(boundary), key,
                 keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
@@ -413,12 +429,13 @@ class HybridSchedulerHalf(SchedulerHalf):
 
     def pending_stores(self) -> bool:
         """See `SchedulerHalf.pending_stores`."""
-        return super().pending_stores() or bool(self._offers)
+        return super().pending_stores() or bool(self._offers or self._new_offers)
 
     def reset(self) -> bool:
         """See `SchedulerHalf.reset`."""
-        for offer in self._offers:
+        for offer in (*self._offers, *self._new_offers):
             self.saves.unpin(offer.blocks)
         self._offers.clear()
+        self._new_offers.clear()
         self._reused.clear()
         return super().reset()

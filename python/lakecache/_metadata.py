@@ -38,12 +38,13 @@ class StepPlan(KVConnectorMetadata):
       part of this step: its objects are in memory, and the step's forward waits for them
     - `chunks`: (load, index, shape, entry, generation, block ids; 0 for blocks to leave out)
     - `failed`: loads of which no further chunk will come
-    - `stores`: (job, shape, entry, generation, block ids)
+    - `stores`: (job, shape, entry, generation, block ids), of what earlier steps have computed
+    - `pinned`: whether this step computes something that a later one stores
 
     A shape is the kind of an object, and for tails also which of their sizes it has.
     """
 
-    __slots__ = ("chunks", "failed", "loads", "stores")
+    __slots__ = ("chunks", "failed", "loads", "pinned", "stores")
 
     def __init__(self) -> None:
         """Begin an empty plan."""
@@ -51,10 +52,11 @@ class StepPlan(KVConnectorMetadata):
         self.chunks: list[tuple[int, int, int, int, int, bytes]] = []
         self.failed: list[int] = []
         self.stores: list[tuple[int, int, int, int, bytes]] = []
+        self.pinned = False
 
     def __bool__(self) -> bool:
         """Whether a worker has anything to do."""
-        return bool(self.chunks or self.stores or self.loads or self.failed)
+        return bool(self.chunks or self.stores or self.loads or self.failed or self.pinned)
 
     @property
     def same_step(self) -> bool:
@@ -65,12 +67,12 @@ class StepPlan(KVConnectorMetadata):
         """Pickle as a call with plain tuples; the idle plan as a mere reference."""
         if not self:
             return (_idle, ())
-        return (_plan, (self.loads, self.chunks, self.failed, self.stores))
+        return (_plan, (self.loads, self.chunks, self.failed, self.stores, self.pinned))
 
 
-def _plan(loads: Any, chunks: Any, failed: Any, stores: Any) -> StepPlan:
+def _plan(*fields: Any) -> StepPlan:
     plan = StepPlan()
-    plan.loads, plan.chunks, plan.failed, plan.stores = loads, chunks, failed, stores
+    plan.loads, plan.chunks, plan.failed, plan.stores, plan.pinned = fields
     return plan
 
 

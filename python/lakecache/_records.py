@@ -89,6 +89,7 @@ class Tracked:
         "short_leases",
         "space",
         "states",
+        "states_begin",
     )
 
     def __init__(self, request: Request) -> None:
@@ -110,10 +111,11 @@ class Tracked:
         self.no_room: float | None = None
         self.pinned = 0
         self.next_save = -1
-        # Of models with recurrent state: the keys of the states at every multiple of the hash
-        # unit; where the leased checkpoint ends, its objects, and how often one was incomplete;
-        # the deepest boundary whose state is stored, or was there; and where another prompt parts.
+        # Of models with recurrent state: the keys of the states behind so many hash units; where
+        # the leased checkpoint ends, its objects, and how often one was incomplete; the deepest
+        # boundary whose state is stored, or was there; and where another prompt parts.
         self.states = b""
+        self.states_begin = 0
         self.end = 0
         self.objects = 0
         self.short_leases = 0

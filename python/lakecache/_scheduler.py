@@ -385,9 +385,11 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Say what the workers do in this step."""
+        tokens = output.total_num_scheduled_tokens
         if self.policy is not None:
             self.policy.clock.planned(output)
-        tokens = output.total_num_scheduled_tokens
+            if not tokens:
+                self.policy.prepare()
         tokens_before, self._tokens_before = self._tokens_before, tokens
         short = self.short_of_blocks or self.unplaced
         self.short_of_blocks = self.unplaced = False
@@ -399,7 +401,7 @@ class SchedulerHalf:
             for tracked in self.backlog.plan(plan, most, short=short):
                 self._stop_saving(tracked)
         if self._saving:
-            self._pin_computed(output)
+            plan.pinned = self._pin_computed(output)
         return plan if plan else IDLE
 
     def abandon_plan(self) -> StepPlan:
@@ -425,8 +427,9 @@ class SchedulerHalf:
             )
         return ids.tobytes()
 
-    def _pin_computed(self, output: SchedulerOutput) -> None:
-        """Pin the blocks of the chunks that this step completes."""
+    def _pin_computed(self, output: SchedulerOutput) -> bool:
+        """Pin the blocks of the chunks that this step completes; whether there are any."""
+        pinned = False
         for request_id, tracked in list(self._saving.items()):
             scheduled = output.num_scheduled_tokens.get(request_id)
             if scheduled is None:
@@ -440,23 +443,26 @@ class SchedulerHalf:
                 computed = min(computed, request.num_prompt_tokens)
             ready = min(computed // self.chunk, self._save_limit(tracked))
             if 0 <= tracked.pinned < ready:
-                self._pin_chunks(tracked, ready, output)
+                pinned |= self._pin_chunks(tracked, ready, output)
             finished = not self._config.save_decode and tracked.pinned >= self._save_limit(tracked)
             if not finished and is_late(tracked.put_off):
                 finished = True
                 self.counts["stores_dropped"] += 1
             if finished:
                 del self._saving[request_id]
+        return pinned
 
-    def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> None:
+    def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> bool:
         state = output.kv_connector_block_state
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
         if not self._keys(tracked) or table is None:
-            return
+            return False
         tables = [table[group] for group in self._groups.attention]
-        if self.backlog.pin(tracked, ready, tables, self.chunk // self.block):
+        pinned = self.backlog.pin(tracked, ready, tables, self.chunk // self.block)
+        if pinned:
             # If it is not through, it goes on behind the others.
             self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
+        return pinned
 
     def _stop_saving(self, tracked: Tracked | None = None) -> None:
         """Give up all chunks that are not on their way yet: a request's, or everybody's."""

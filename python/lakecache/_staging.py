@@ -147,11 +147,18 @@ class Lane:
         """Whether a job is queued, under way or not taken."""
         return bool(self._waiting or self._batches or self._over)
 
+    def mark(self) -> None:
+        """Have the jobs that follow wait for what the engine's stream has been given so far."""
+        # Without a mark, should this fail, a job waits for more than it needs.
+        self._mark = None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._device))
+        self._mark = mark
+
     def add(self, job: LaneJob) -> None:
-        """Queue a pinned job behind what the engine's stream has been given so far."""
+        """Queue a pinned job behind the last mark; a load always behind all that is queued."""
         if self._mark is None:
-            self._mark = torch.cuda.Event()
-            self._mark.record(torch.cuda.current_stream(self._device))
+            self.mark()
         job.after = self._mark
         self._waiting.append(job)
 
@@ -161,10 +168,18 @@ class Lane:
         With `at_once`, memory that is not registered yet is no reason to wait: the copy is then
         slow, and holds up the caller.
         """
-        self._mark = None
+        if not self.storing:
+            # The engine goes on between two steps' loads.
+            self._mark = None
         if self._waiting:
-            for batch in self._batched(self._startable(at_once=at_once)):
-                self._start(batch)
+            jobs, started = self._startable(at_once=at_once), 0
+            try:
+                for batch in self._batched(jobs):
+                    started += len(batch)
+                    self._start(batch)
+            finally:
+                # After an error `drop_all` ends these, too.
+                self._waiting.extendleft(reversed(jobs[started:]))
         while self._batches and self._batches[0].done.query():
             self._finish(self._batches.popleft())
 

@@ -207,7 +207,9 @@ class WorkerHalf:
     # Stores
 
     def start_stores(self, plan: StepPlan) -> None:
-        """Begin to copy full blocks that this step, or an earlier one, has computed."""
+        """Begin to copy full blocks that earlier steps have computed, without waiting for this one,
+        and note where this one ends if a later one copies what it computes.
+        """
         for ident, shape, entry, generation, ids in plan.stores:
             job = next(self._numbers)
             try:
@@ -217,6 +219,12 @@ class WorkerHalf:
                 self._acknowledge(ident, good=False)
                 continue
             self._jobs[job] = ident
+        if plan.pinned:
+            self.computed()
+
+    def computed(self) -> None:
+        """Have the stores that follow wait for all that the engine has queued so far."""
+        self._ready().computed()
 
     def _acknowledge(self, ident: int, *, good: bool) -> None:
         copied, failed = self._report.stores.get(ident, (0, 0))

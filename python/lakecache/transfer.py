@@ -46,16 +46,21 @@ class Transfer(Protocol):
     # Whether the engine's own work can be made to wait for loads, within one step.
     same_step: bool
 
-    def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
-        """Copy pages, as the work queued on the device so far leaves them, into a FILLING entry.
+    def computed(self) -> None:
+        """Have the stores that follow, until the next call, wait for the work that is queued on
+        the device so far, and for no more.
+        """
 
-        Raises ValueError for block ids that cannot be, and then does not report the job.
+    def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
+        """Copy pages into a FILLING entry, once what `computed` stands for has run.
+
+        Nothing may write to the pages from then on. Raises ValueError for block ids that cannot be,
+        and then does not report the job.
         """
 
     def load(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
-        """Copy an entry, as soon as it is READY, into pages. Slots with block 0 are left out.
-
-        Raises like `store`.
+        """Copy an entry, as soon as it is READY, into pages, behind all work that is queued on the
+        device so far. Slots with block 0 are left out. Raises like `store`.
         """
 
     def follow_loads(self) -> None:
@@ -94,6 +99,9 @@ class HostTransfer:
         self._owners: dict[int, int] = {}
         self._jobs: dict[int, _HostJob] = {}
         self._over: list[tuple[int, bool]] = []
+
+    def computed(self) -> None:
+        """Nothing to note: what the engine has queued, it has also done."""
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
         """See `Transfer.store`."""
@@ -220,6 +228,10 @@ class PackedTransfer:
         self._refused = False
         self._broken: Exception | None = None
 
+    def computed(self) -> None:
+        """See `Transfer.computed`."""
+        self._stores.mark()
+
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
         """See `Transfer.store`."""
         self._begin(self._stores, job, kind, entry, generation, ids)
@@ -317,6 +329,9 @@ class SerialTransfer:
         self._verify = verify
         self._memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._over: list[tuple[int, bool]] = []
+
+    def computed(self) -> None:
+        """Nothing to note: each copy waits for all work that is queued."""
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
         """See `Transfer.store`."""

@@ -85,6 +85,9 @@ class Engine(scheduler.Bench):
         self.leaving: dict[str, Request] = {}
         self.steps: deque[Any] = deque()
         self.copies_under_way: list[Any] = []
+        # What a copy to the store finds for sure: the blocks where the last plan said that later
+        # ones copy what it computes.
+        self.computed: list[dict[int, bytes]] = [{} for _ in self.pool.blocks]
         self.loads: dict[int, Any] = {}
         self.epoch = 0
         # What has to be stored under a key: a list of pieces.
@@ -106,15 +109,14 @@ class Engine(scheduler.Bench):
         text = bytes([self.epoch, group]) + b"state" + request.block_hashes[boundary // UNIT - 1]
         return fake.blake3(text)[:16]
 
-    def read(self, kind: int, ids: bytes) -> list[bytes]:
+    def read(self, kind: int, ids: bytes, contents: list[dict[int, bytes]]) -> list[bytes]:
         """What a copy finds."""
-        blocks = [self.pool.blocks[i] for i in array("i", ids)]
         pieces = []
-        for number, block in enumerate(blocks):
+        for number, content in enumerate(contents[i] for i in array("i", ids)):
             if kind != KIND_CHUNK and number < self.state_groups:
-                pieces.append(block.content.get(-1, b"?"))
+                pieces.append(content.get(-1, b"?"))
             else:
-                pieces += [block.content.get(unit, b"?") for unit in range(BLOCK // UNIT)]
+                pieces += [content.get(unit, b"?") for unit in range(BLOCK // UNIT)]
         return pieces
 
     def learn(self, request: Request) -> None:
@@ -348,8 +350,11 @@ class Engine(scheduler.Bench):
             if ident in self.loads:
                 self.loads[ident].failed = True
         for job, kind, entry, _, ids in plan.stores:
+            self.check_copy(kind, entry, self.read(kind, ids, self.computed))
             for rank in range(self.ranks):
                 self.copies_under_way.append((self.save, (job, kind, entry, ids, rank)))
+        if plan.pinned:
+            self.computed = [dict(block.content) for block in self.pool.blocks]
         self.finish_copies()
         self.half.stats()
         for request, _, end, _, life, _ in work:
@@ -425,15 +430,19 @@ class Engine(scheduler.Bench):
              rank: int) -> None:  # fmt: skip
         good = self.random.random() >= FaultyCache.faults
         if good:
-            slot = self.cache.pool.slots[entry]
-            assert slot.state == 0
-            pieces = self.read(kind, ids)
-            want = self.expected[slot.key]
-            if kind == KIND_TAIL:
-                del pieces[len(want) :]
-            assert pieces == want, f"rank {rank} stores what is not kind {kind} of {slot.key!r}"
+            assert self.cache.pool.slots[entry].state == 0
+            found = self.read(kind, ids, [block.content for block in self.pool.blocks])
+            self.check_copy(kind, entry, found)
         have = report.stores.get(job, (0, 0))
         report.stores[job] = (have[0] + good, have[1] + (not good))
+
+    def check_copy(self, kind: int, entry: int, pieces: list[bytes]) -> None:
+        """Have a copy find what its key stands for."""
+        key = self.cache.pool.slots[entry].key
+        want = self.expected[key]
+        if kind == KIND_TAIL:
+            del pieces[len(want) :]
+        assert pieces == want, f"stores what is not kind {kind} of {key!r}"
 
     def load(self, report: WorkerReport, ident: int, index: int, kind: int, entry: int,
              ids: bytes) -> None:  # fmt: skip

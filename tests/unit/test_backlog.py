@@ -35,7 +35,7 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
     request, other = Request(640), Request(64)
     other.block_hashes = [bytes([100 + i]) * 32 for i in range(2)]
     bench.allocate(request, 0)
-    assert bench.step(request, 640) is IDLE
+    assert bench.step(request, 640).stores == []
     assert bench.pool.pinned() == 20
     # It ends before any of it is stored. The next step has nothing to compute: it is left alone,
     # but not two steps in a row.
@@ -61,7 +61,7 @@ def test_more_is_stored_while_more_is_computed(
     bench.half.policy = None
     request = Request(2560)
     bench.allocate(request, 0)
-    assert bench.step(request, 640) is IDLE
+    assert bench.step(request, 640).stores == []
     # As many as a step computes, and some more; a small step has time for those alone.
     plans = [bench.step(request, 1280), bench.step(request, 640)]
     assert [len(plan.stores) for plan in plans] == [10, 14]
@@ -77,8 +77,8 @@ def test_chunks_behind_one_without_room_wait_with_it(
     bench.allocate(request, 0)
     bench.step(request, 128)
     bench.cache.pool.refuse_reserve = True
-    assert bench.step(request, 128) is IDLE
-    assert bench.step(request, 1) is IDLE
+    assert bench.step(request, 128).stores == []
+    assert bench.step(request, 1).stores == []
     bench.cache.pool.refuse_reserve = False
     plan = bench.step(request, 1)
     stored = [array("i", ids).tolist() for *_, ids in plan.stores]
@@ -363,5 +363,5 @@ def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
     assert bench.pool.pinned() == 8
     assert bench.half.reset()
     assert bench.pool.pinned() == 0
-    assert bench.step(request, 1) is IDLE
+    assert bench.step(request, 1).stores == []
     assert not bench.half.pending_stores()

@@ -213,6 +213,9 @@ class End:
     def plan_rest(self) -> str:
         return f"rest of {self.name}"
 
+    def computed(self) -> None:
+        self.given.append("computed")
+
     def start_stores(self, plan: str) -> None:
         self.given.append(plan)
 
@@ -251,6 +254,6 @@ def test_engines_of_one_process_end_with_their_own_rest() -> None:
         half.shutdown()
         assert half.errors == 0
     for name in "ab":
-        assert workers[name].given == [f"rest of {name}", "shut down"]
+        assert workers[name].given == ["computed", f"rest of {name}", "shut down"]
         assert schedulers[name].given == [f"report of {name}", "shut down"]
     assert declining.given == ["shut down"]

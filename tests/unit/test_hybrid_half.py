@@ -418,6 +418,11 @@ def test_the_state_of_a_request_that_ends(bench: Bench) -> None:
     bench.finish(request)
     assert bench.half.pending_stores()
     plan = bench.step()
+    # The workers must know first where the work ends that made the state.
+    assert plan.pinned
+    assert plan.stores == []
+    plan = bench.step()
+    assert not plan.pinned
     assert [kind for _, kind, *_ in plan.stores] == [KIND_TAIL]
     bench.acknowledge(plan)
     assert bench.hit(90) == 80
@@ -553,11 +558,14 @@ def test_keys_of_states_are_made_once_and_extended(bench: Bench) -> None:
     tracked = bench.half._track(request)  # type: ignore[arg-type]
     request.block_hashes, rest = request.block_hashes[:4], request.block_hashes[4:]
     bench.half._keys(tracked)
-    some = bench.half._state_keys(tracked)
+    some = bench.half._state_keys(tracked, 0)
     request.block_hashes = request.block_hashes + rest
-    every = bench.half._state_keys(tracked)
+    every = bench.half._state_keys(tracked, 0)
     assert every[: len(some)] == some
+    for begin in (1, 2, 5):
+        assert bench.half._state_keys(tracked, begin) == every[begin * KEY_BYTES :]
     for index in range(len(every) // KEY_BYTES):
         tokens = (index + 1) * UNIT
         kind = KIND_TAIL if tokens % BLOCK else KIND_STATE
-        assert every[index * KEY_BYTES : (index + 1) * KEY_BYTES] == bench.key(kind, tokens)
+        one = every[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        assert one == bench.key(kind, tokens) == bench.half._state_key(tracked, tokens)

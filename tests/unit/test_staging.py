@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import lakecache
-from fakes.gpu import Event, Gpu, RowTable, Stream
+from fakes.gpu import Event, Gpu, Mark, RowTable, Stream
 from lakecache import _cuda, transfer
 from lakecache._pages import ObjectShape, Row
 from lakecache.transfer import PackedTransfer
@@ -68,6 +68,8 @@ class World:
         )  # fmt: skip
         # What the engine's stream, run to its end, leaves in each block; None: anything.
         self.content: list[bytes | None] = [bytes(3 * PAGE)] * BLOCKS
+        # Blocks written to since the transfer was last told how far the work is.
+        self.written: set[int] = set()
         self.free_blocks = set(range(1, BLOCKS))
         self.free_slots = set(range(SLOTS))
         self.jobs: dict[int, SimpleNamespace] = {}
@@ -194,8 +196,14 @@ class World:
     def engine_writes(self, block: int) -> None:
         data = bytes(self.random.randrange(256) for _ in range(3 * PAGE))
         self.content[block] = data
+        self.written.add(block)
         new = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
         self.gpu.engine.queue.append(lambda: self.pages[block].copy_(new))
+
+    def computed(self) -> None:
+        """What is stored from here on waits for what the engine has queued so far."""
+        self.written.clear()
+        self.transfer.computed()
 
     def part(self, kind: int, blocks: list[int]) -> bytes | None:
         """Give what these blocks make, in the order of the part."""
@@ -210,9 +218,10 @@ class World:
         number = self.random.choice(sorted(self.free_slots))
         slot = self.slots[number]
         count = self.shapes[slot.kind].slot_count
-        if len(self.free_blocks) < count:
+        able = self.free_blocks - self.written if storing else self.free_blocks
+        if len(able) < count:
             return None
-        blocks = self.random.sample(sorted(self.free_blocks), count)
+        blocks = self.random.sample(sorted(able), count)
         slot.generation, slot.state = slot.generation + 1, state
         data = bytes(self.random.randrange(256) for _ in range(sum(s for _, s in slot.spans)))
         if state != FILLING or storing:
@@ -307,6 +316,8 @@ class World:
             self.several(storing=False, states=[FILLING, READY])
         self.works()
         self.several(storing=True, states=[FILLING])
+        if self.random.random() < 0.5:
+            self.computed()
         self.poll()
         self.registered += 1000
         for _ in range(self.random.randrange(2)):
@@ -345,7 +356,7 @@ def test_whatever_the_order_nothing_wrong_is_read(
     assert world.transfer.close(5)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(40))
 def test_an_error_ends_all_jobs_and_touches_nothing_later(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -362,6 +373,7 @@ def test_an_error_ends_all_jobs_and_touches_nothing_later(
     world.gpu.fails = fails
     while world.transfer.same_step:
         if not world.jobs:
+            world.computed()
             world.begin(storing=True, state=FILLING)
         world.registered += 1000
         world.arrive()
@@ -371,8 +383,33 @@ def test_an_error_ends_all_jobs_and_touches_nothing_later(
     assert all(slot.pins == 0 for slot in world.slots)
     world.drain()
     assert world.wrong == []
+    world.computed()
     with pytest.raises(RuntimeError, match="have ended"):
         world.begin(storing=True, state=FILLING)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stores_wait_for_what_computed_them_and_not_for_later_work(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    world = World(monkeypatch, seed)
+    world.registered = world.pool.nbytes
+    for number in range(3):
+        for block in world.free_blocks:
+            world.engine_writes(block)
+        world.computed()
+        # The engine's next step runs for as long as it likes.
+        step = Mark()
+        world.gpu.engine.queue.append(step)
+        world.engine_writes(0)
+        jobs = [world.begin(storing=True, state=FILLING) for _ in range(3)]
+        while world.jobs:
+            world.poll()
+            assert world.gpu.run() or not world.jobs, "they wait for the next step"
+        assert not step.passed
+        assert world.good == sum(job is not None for job in jobs) + 3 * number
+        step.passed = True
+    assert world.wrong == []
 
 
 def test_a_load_within_the_step_that_cannot_begin_is_an_error(
