@@ -53,6 +53,8 @@ PROBE_SECONDS = 0.5
 PROBE_THREADS = 4
 
 STEPS_IN_FLIGHT = 16
+# A load that was reported early is over, and its step planned, long before.
+LOADED_SECONDS = 1.0
 # So many steps that overlap are measured together; in a longer run of them, beginnings and ends
 # count for little.
 STEPS_TOGETHER = 8
@@ -411,15 +413,16 @@ class StepClock:
         self._open: list[OpenStep] = []
         # When the step ended that the first open one comes after.
         self._last_end = 0.0
-        # Bytes to load within the step that is planned next.
+        # Bytes to load within the step that is planned next, and since when if not since then.
         self.loading = 0
+        self.loading_since = math.inf
         self.errors = 0
 
     def planned(self, output: Any) -> None:
         """Note a step, `output` being vLLM's SchedulerOutput. Pure decode costs two lookups."""
         self._planned += 1
         tokens = output.total_num_scheduled_tokens
-        if tokens > len(output.num_scheduled_tokens) or self.loading:
+        if tokens > len(output.num_scheduled_tokens) or (self.loading and tokens):
             try:
                 self._plan(output)
             except Exception:
@@ -431,7 +434,12 @@ class StepClock:
             self._computing = self._planned
 
     def _plan(self, output: Any) -> None:
-        loading, self.loading = self.loading, 0
+        now = time.monotonic()
+        begin = min(now, self.loading_since)
+        loading, self.loading, self.loading_since = self.loading, 0, math.inf
+        if now - begin > LOADED_SECONDS:
+            # Another request's step: that of the load has never come.
+            begin, loading = now, 0
         if self._planned - self._ended > STEPS_IN_FLIGHT:
             # Some step never came back: begin anew.
             self._ended = self._planned - 1
@@ -455,7 +463,7 @@ class StepClock:
         foreign = output.scheduled_encoder_inputs or (output.has_sync_kv_loads and not loading)
         self._open.append(
             OpenStep(
-                self._planned, time.monotonic(), self._computing, 1, loading,
+                self._planned, begin, self._computing, 1, loading,
                 None if foreign else done,
             )
         )  # fmt: skip

@@ -97,6 +97,9 @@ class HybridSchedulerHalf(SchedulerHalf):
             if held is None:
                 return None, False
             if held >= tracked.objects:
+                # All in memory and pinned, so that the copies cannot fail; and while they run,
+                # nobody else's step waits for them.
+                tracked.early = self._alone() and not any(bytes(tracked.lease.tiers()))
                 return tracked.end - local, True
             # A part is gone since the lookup: without it the rest is of no use.
             tracked.short_leases += 1
@@ -161,7 +164,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             number = self.policy.decide(
                 Hit(
                     tracked.request.num_tokens, local, ends[::-1], memory[::-1], disk[::-1],
-                    stops=partial(self._stops, tracked.request),
+                    same_step=self._alone(), stops=partial(self._stops, tracked.request),
                 )
             )  # fmt: skip
             tracked.choice = Choice(local, blocks[0], blocks[-number] if number else 0)

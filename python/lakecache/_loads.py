@@ -32,6 +32,7 @@ class Loads:
         self._by_ident: dict[int, Load] = {}
         self._within_step: dict[int, Tracked] = {}
         self._new: list[tuple[int, str | None, int]] = []
+        self._early: list[int] = []
         self._doomed: list[int] = []
 
     def between_steps(self) -> bool:
@@ -46,16 +47,17 @@ class Loads:
         """Whether `plan` has something to do."""
         return bool(self._by_request or self._new)
 
-    def start(
-        self, tracked: Tracked, objects: Sequence[tuple[int, bytes]], *, same_step: bool
-    ) -> Load:
+    def start(self, tracked: Tracked, objects: Sequence[tuple[int, bytes]]) -> Load:
         """Begin to load the leading objects of the request's lease."""
-        load = Load(self._idents(), tracked.lease, objects, same_step=same_step)
+        load = Load(
+            self._idents(), tracked.lease, objects,
+            same_step=tracked.same_step, early=tracked.early,
+        )  # fmt: skip
         load.lease.truncate(len(objects))
         load.lease.start()
         self._begin(tracked.request.request_id, load)
         tracked.lease, tracked.asked, tracked.load = None, None, load
-        if same_step:
+        if load.same_step:
             self._within_step[load.ident] = tracked
         return load
 
@@ -68,6 +70,9 @@ class Loads:
         else:
             self._by_request[request_id] = load
             self._new.append((load.ident, request_id, len(load.objects)))
+            if load.early:
+                self._counts["loads_early"] += 1
+                self._early.append(load.ident)
 
     def fail(self, request_id: str, tracked: Tracked | None) -> None:
         """Have the workers report a load that cannot take place, so that vLLM computes it."""
@@ -115,8 +120,9 @@ class Loads:
     def tell(self, plan: StepPlan) -> None:
         """Put what the workers have to hear of into the plan."""
         plan.loads += self._new
+        plan.early += self._early
         plan.failed += self._doomed
-        self._new, self._doomed = [], []
+        self._new, self._early, self._doomed = [], [], []
 
     def owed(self, plan: StepPlan) -> bool:
         """Whether a load within a step is in this plan, or not even in that."""

@@ -37,6 +37,7 @@ class StepPlan(KVConnectorMetadata):
     - `loads`: (load, request id, number of objects to expect); without a request id the load is
       part of this step: its objects are in memory, and the step's forward waits for them
     - `chunks`: (load, index, shape, entry, generation, block ids; 0 for blocks to leave out)
+    - `early`: loads to report once their copies are queued, with the engine's next work behind them
     - `failed`: loads of which no further chunk will come
     - `stores`: (job, shape, entry, generation, block ids), of what earlier steps have computed
     - `pinned`: whether this step computes something that a later one stores
@@ -44,12 +45,13 @@ class StepPlan(KVConnectorMetadata):
     A shape is the kind of an object, and for tails also which of their sizes it has.
     """
 
-    __slots__ = ("chunks", "failed", "loads", "pinned", "stores")
+    __slots__ = ("chunks", "early", "failed", "loads", "pinned", "stores")
 
     def __init__(self) -> None:
         """Begin an empty plan."""
         self.loads: list[tuple[int, str | None, int]] = []
         self.chunks: list[tuple[int, int, int, int, int, bytes]] = []
+        self.early: list[int] = []
         self.failed: list[int] = []
         self.stores: list[tuple[int, int, int, int, bytes]] = []
         self.pinned = False
@@ -67,12 +69,13 @@ class StepPlan(KVConnectorMetadata):
         """Pickle as a call with plain tuples; the idle plan as a mere reference."""
         if not self:
             return (_idle, ())
-        return (_plan, (self.loads, self.chunks, self.failed, self.stores, self.pinned))
+        fields = self.loads, self.chunks, self.early, self.failed, self.stores, self.pinned
+        return (_plan, fields)
 
 
 def _plan(*fields: Any) -> StepPlan:
     plan = StepPlan()
-    plan.loads, plan.chunks, plan.failed, plan.stores, plan.pinned = fields
+    plan.loads, plan.chunks, plan.early, plan.failed, plan.stores, plan.pinned = fields
     return plan
 
 

@@ -64,9 +64,9 @@ class Hit(NamedTuple):
 
     A candidate is described by the tokens that the GPU holds after the load, and by the bytes to
     load from memory and from disk, from the beginning of the load up to there. `same_step` says
-    that what is all in memory will be loaded within the step that computes the rest. `stops` gives
-    where the engine will end steps of the prompt if it begins to compute at some token, besides
-    those that its largest step asks for.
+    that what is all in memory will be loaded within the step that computes the rest, or reported
+    before it and awaited within it. `stops` gives where the engine will end steps of the prompt if
+    it begins to compute at some token, besides those that its largest step asks for.
     """
 
     tokens: int  # of the prompt
@@ -100,8 +100,11 @@ class Choice(NamedTuple):
 
 
 class Underway(NamedTuple):
-    """A load: when it began, its bytes by tier, and those that were under way before it."""
+    """A load: when it began, its bytes by tier, and those that were under way before it. What is
+    reported `early` may end within the step that goes on behind it.
+    """
 
+    early: bool
     began: float
     memory: int
     disk: int
@@ -249,7 +252,9 @@ class LoadPolicy:
         if now is not None:
             self._tick(now)
 
-    def load_started(self, ident: int, memory: int, disk: int, *, same_step: bool = False) -> None:
+    def load_started(
+        self, ident: int, memory: int, disk: int, *, same_step: bool = False, early: bool = False
+    ) -> None:
         """Note a load of so many bytes by tier."""
         if same_step:
             # What the next step takes beyond computing is the load.
@@ -257,7 +262,8 @@ class LoadPolicy:
             return
         before = self.memory.under_way, self.disk.under_way
         predicted = self.load_seconds(memory, disk)
-        self._loads[ident] = Underway(time.monotonic(), memory, disk, *before, predicted)
+        now = time.monotonic()
+        self._loads[ident] = Underway(early, now, memory, disk, *before, predicted)
         self.memory.under_way += memory
         self.disk.under_way += disk
 
@@ -270,6 +276,11 @@ class LoadPolicy:
         self.disk.under_way -= load.disk
         now = time.monotonic()
         seconds = now - load.began
+        if load.early and good:
+            # It takes until now, and what the next step takes beyond computing.
+            self.clock.loading += load.memory
+            self.clock.loading_since = load.began
+            return
         # A disk that hangs is slow; what failed at once says nothing.
         if not good and seconds < max(FAILED_SECONDS, CHANGED * load.predicted):
             return

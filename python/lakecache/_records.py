@@ -24,13 +24,16 @@ class Space(NamedTuple):
 
 
 class Load:
-    """One load of one request: between steps, or within the step that admits the request.
+    """One load of one request: between steps, or within the step that admits the request. One
+    between steps may be reported early, when its copies are queued.
 
     `objects` are the lease's: the shape of each, and the packed 32-bit ids of the blocks that it
     goes to.
     """
 
-    __slots__ = ("copied", "failed", "ident", "lease", "left", "moved", "objects", "same_step")
+    __slots__ = (
+        "copied", "early", "failed", "ident", "lease", "left", "moved", "objects", "same_step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Load:
         objects: Sequence[tuple[int, bytes]],
         *,
         same_step: bool = False,
+        early: bool = False,
     ) -> None:
         self.ident = ident
         self.lease = lease
@@ -47,6 +51,7 @@ class Load:
         self.copied: Counter[int] = Counter()
         self.failed = False
         self.same_step = same_step
+        self.early = early
         self.moved = time.monotonic()
 
 
@@ -69,6 +74,7 @@ class Tracked:
     __slots__ = (
         "asked",
         "choice",
+        "early",
         "end",
         "failures",
         "first",
@@ -104,6 +110,7 @@ class Tracked:
         self.local = 0
         self.load: Load | None = None
         self.same_step = False
+        self.early = False
         self.failures = 0
         # Since when no chunk could be pinned, and since when none got a slot; the next chunk to
         # pin, and the next to get a slot.

@@ -321,10 +321,11 @@ class SchedulerHalf:
             self._unplanned(tracked)
             return False
         self._note_sources(tracked, external)
-        load = self.loads.start(tracked, objects, same_step=tracked.same_step)
+        load = self.loads.start(tracked, objects)
         if self.policy is not None:
             memory, disk = self._bytes_by_tier(objects, bytes(lease.tiers()))
-            self.policy.load_started(load.ident, memory, disk, same_step=load.same_step)
+            within = load.same_step
+            self.policy.load_started(load.ident, memory, disk, same_step=within, early=load.early)
         return True
 
     def _bytes(self, shape: int) -> int:

@@ -38,7 +38,7 @@ DRAIN_SECONDS = 5.0
 class Load:
     """A request's load on this rank."""
 
-    __slots__ = ("begun", "chunks", "done", "failed", "request_id")
+    __slots__ = ("begun", "chunks", "done", "failed", "reported", "request_id")
 
     def __init__(self, request_id: str | None, chunks: int) -> None:
         self.request_id = request_id
@@ -46,6 +46,8 @@ class Load:
         self.begun = 0
         self.done = 0
         self.failed = False
+        # Before its copies were over.
+        self.reported = False
 
     def over(self) -> bool:
         """Whether it can be reported: no copy is under way, and all or something failed."""
@@ -196,8 +198,25 @@ class WorkerHalf:
                 load.failed = True
         if plan.same_step:
             self._ready().follow_loads()
+        for ident in plan.early:
+            self._report_early(ident)
         if plan.loads or plan.failed:
             self._settle()
+
+    def _report_early(self, ident: int) -> None:
+        """Report a load whose copies are all queued, and have the engine's work wait for them. If
+        that is not so, it is reported when it is over, like others.
+        """
+        load = self._loads.get(ident)
+        if load is None or load.failed or load.begun < load.chunks:
+            return
+        try:
+            self._ready().follow_loads()
+        except Exception:
+            log.debug("LakeCache: a load is waited for", exc_info=True)
+            return
+        load.reported = True
+        self._over.append(self._loads.pop(ident))
 
     def _ready(self) -> Transfer:
         if self._transfer is None:
@@ -247,8 +266,8 @@ class WorkerHalf:
         load, ident, index = owner
         load.done += 1
         load.failed |= not good
-        # Nobody else says of a load within the step that it is over.
-        if not load.failed or load.request_id is None:
+        # Nobody else says of a load within the step, or of one that is reported, that it is over.
+        if not load.failed or load.request_id is None or load.reported:
             self._report.copied[ident, index] = 1
 
     def _settle(self) -> None:

@@ -275,8 +275,13 @@ class PackedTransfer:
 
         RuntimeError: one of them cannot be made. The engine's next work must not run then.
         """
-        self._loads.advance(at_once=True)
-        if not self._loads.follow() or self._refused:
+        try:
+            self._loads.advance(at_once=True)
+            followed = self._loads.follow()
+        except Exception as error:
+            self._fail(error)
+            raise
+        if not followed or self._refused:
             raise RuntimeError("an object that was held in memory is not there")
 
     def _fail(self, error: Exception) -> None:

@@ -92,7 +92,7 @@ class Engine(scheduler.Bench):
         self.epoch = 0
         # What has to be stored under a key: a list of pieces.
         self.expected: dict[bytes, list[bytes]] = {}
-        self.restored = self.same_step = 0
+        self.restored = self.same_step = self.early = 0
         # Requests at a time.
         self.most = 12
 
@@ -341,7 +341,14 @@ class Engine(scheduler.Bench):
                 self.same_step += index == 0
             elif not load.failed:
                 load.begun += 1
-                self.copies_under_way.append((self.load, (ident, index, kind, entry, ids)))
+                if ident in plan.early:
+                    # The engine's next work waits for these copies, whenever they are noticed.
+                    self.place(kind, entry, ids)
+                    self.copies_under_way.append((self.acknowledge_copy, (ident, index)))
+                    load.done += 1
+                    self.early += index == 0
+                else:
+                    self.copies_under_way.append((self.load, (ident, index, kind, entry, ids)))
         for request, begin, end, blocks, life, writes in work:
             self.forward(
                 request, begin, end, blocks, writes, current=self.is_current(request, life)

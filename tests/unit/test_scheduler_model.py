@@ -112,7 +112,7 @@ class HybridEngine(Engine):
                 block.content[-1] = self.state_piece(request, kept[0], group)
 
     def leaks(self) -> list[str]:
-        return super().leaks() + (["offers"] if self.half._offers else [])
+        return super().leaks() + (["offers"] if self.half._offers or self.half._new_offers else [])
 
 
 class CutEngine(HybridEngine):
@@ -162,3 +162,21 @@ def test_loads_within_the_step_are_whole_and_end(make: Make, seed: int) -> None:
     assert engine.half.total("errors") == 0
     assert engine.same_step > 3
     assert engine.same_step == engine.half.total("loads_same_step")
+
+
+@pytest.mark.parametrize("kind", [HybridEngine, CutEngine])
+@pytest.mark.parametrize("seed", range(4))
+def test_checkpoints_reported_early_are_whole_and_end(
+    make: Make, kind: type[Engine], seed: int
+) -> None:
+    engine = make(kind, seed, ranks=1 + seed % 2)
+    engine.half._same_step, engine.most = True, 1 + seed // 2
+    for number in range(1500):
+        if number % 20 == 0:
+            engine.pool.by_hash.clear()
+        engine.act()
+    engine.wind_down(step_seconds=0.01)
+    assert engine.leaks() == []
+    assert engine.half.total("errors") == 0
+    assert engine.early > 3
+    assert engine.early == engine.half.total("loads_early")

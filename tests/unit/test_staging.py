@@ -7,6 +7,7 @@ blocks to others when a job was reported, and so does the cache with its memory.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from array import array
 from pathlib import Path
@@ -419,3 +420,22 @@ def test_a_load_within_the_step_that_cannot_begin_is_an_error(
     world.begin(storing=False, state=GONE)
     with pytest.raises(RuntimeError, match="held in memory"):
         world.transfer.follow_loads()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_load_that_cannot_be_launched_is_not_followed_and_fails(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    world = World(monkeypatch, seed)
+    jobs = [world.begin(storing=False, state=READY) for _ in range(3)]
+    copies = itertools.count()
+    world.gpu.fails = lambda: next(copies) == seed
+    with pytest.raises(RuntimeError, match="a copy failed"):
+        world.transfer.follow_loads()
+    world.poll()
+    assert world.jobs == {}
+    assert world.good == 0
+    assert world.reported == sum(job is not None for job in jobs)
+    assert not world.transfer.same_step
+    world.drain()
+    assert world.wrong == []

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from hybrid_engine import MOE, deepest, files, flip, from_each_tier, hybrid, one
+from lakecache import _worker
+from lakecache.transfer import HostTransfer
 from vllm_engine import difference, prompt
+
+
+class FollowedTransfer(HostTransfer):
+    """Host copies that the engine's work can be made to wait for: it is done by waiting at once."""
+
+    same_step = True
+
+    def follow_loads(self) -> None:
+        """Wait for all copies."""
+        deadline = time.monotonic() + 20
+        while self._owners:
+            assert time.monotonic() < deadline
+            self._over += self.poll()
+            time.sleep(0.0005)
+
+
+def test_checkpoints_that_are_reported_early(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_worker, "HostTransfer", FollowedTransfer)
+    with hybrid(places) as cached:
+        early = 0
+        for length in (17, 65, 80, 333):
+            tiers = from_each_tier(cached, prompt(length, length))
+            assert tiers.found() == {deepest(length)}
+            # The one from memory; the one from disk is waited for.
+            early += 1
+            assert cached.half.total("loads_early") == early
+            for restored in (tiers.memory, tiers.disk):
+                assert difference(tiers.native, restored) == 0
+        # Neither is the one of several requests.
+        cached.forget_gpu()
+        cached.generate([prompt(length, length) for length in (65, 80)], tokens=3)
+        assert cached.half.total("loads_early") == early
+        assert cached.connector.errors == 0
+        assert not cached.half._tracked
 
 
 def test_restart_and_damage_without_checksums(places: dict[str, str]) -> None:
