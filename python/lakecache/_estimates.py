@@ -316,19 +316,21 @@ class PrefillModel:
         if full:
             # Full steps differ in their context alone: as many of the average one.
             pairs = (middle * middle - begin * begin) / 2
-            seconds = self.steps_seconds(full, (full, middle - begin, pairs, 0))
+            seconds = self.steps_seconds((full, middle - begin, pairs, 0))
         if middle < end:
             pairs = (end * end - middle * middle) / 2
             steps = 1 + sum(middle < stop < end for stop in stops)
-            seconds += self.steps_seconds(steps, (steps, end - middle, pairs, 0))
+            seconds += self.steps_seconds((steps, end - middle, pairs, 0))
         return seconds
 
-    def steps_seconds(self, steps: int, done: Sequence[float]) -> float:
-        """Predict so many steps that do this together: as many of the average one."""
+    def steps_seconds(self, done: Sequence[float]) -> float:
+        """Predict the steps that do this together: as many of the average one."""
+        steps = done[0]
         return steps * self.fit.near([amount / steps for amount in done])
 
-    def measured(self, steps: int, done: Sequence[float], seconds: float) -> None:
-        """Take in how long so many steps took together: each counts as the average one."""
+    def measured(self, done: Sequence[float], seconds: float) -> None:
+        """Take in how long the steps that did this took together: each counts as the average."""
+        steps = done[0]
         self.fit.add(tuple(amount / steps for amount in done), seconds / steps)
 
 
@@ -371,25 +373,24 @@ class TierModel:
 
 
 class OpenStep(NamedTuple):
-    """Steps that have not come back: the number of the last, when the first was planned, after
-    which step, how many they are, bytes to load, and what they compute together.
+    """Steps that are measured together and have not come back: the number of the last, when the
+    first was planned, after which step, bytes to load, what they compute together (beginning with
+    how many they are), and whether something else takes time in them, too.
     """
 
     number: int
     begin: float
     after: int
-    steps: int
     loading: int
-    done: tuple[float, ...] | None
+    done: tuple[float, ...]
+    foreign: bool
 
     def and_then(self, begin: float, other: OpenStep) -> OpenStep:
         """Give both as one that has begun at a known time."""
-        done = None
-        if self.done is not None and other.done is not None:
-            done = tuple(map(add, self.done, other.done))
         return OpenStep(
-            other.number, begin, 0, self.steps + other.steps, self.loading + other.loading, done
-        )
+            other.number, begin, 0, self.loading + other.loading,
+            tuple(map(add, self.done, other.done)), self.foreign or other.foreign,
+        )  # fmt: skip
 
 
 class StepClock:
@@ -462,11 +463,8 @@ class StepClock:
         # Encoders, and loads that were not announced, take time that says nothing about tokens.
         foreign = output.scheduled_encoder_inputs or (output.has_sync_kv_loads and not loading)
         self._open.append(
-            OpenStep(
-                self._planned, begin, self._computing, 1, loading,
-                None if foreign else done,
-            )
-        )  # fmt: skip
+            OpenStep(self._planned, begin, self._computing, loading, done, bool(foreign))
+        )
 
     def ended(self) -> float | None:
         """Note that the oldest step is over; give the time if it was one with prefill."""
@@ -482,10 +480,10 @@ class StepClock:
         del self._open[0]
         begin = max(step.begin, self._last_end)
         following = next(iter(self._open), None)
-        if following and following.after == step.number and step.steps < STEPS_TOGETHER:
+        if following and following.after == step.number and step.done[0] < STEPS_TOGETHER:
             self._open[0] = step.and_then(begin, following)
             return now
-        if step.done is not None and step.number == self._ended:
+        if not step.foreign and step.number == self._ended:
             self._measured(step, now - begin)
         self._last_end = now
         return now
@@ -494,16 +492,15 @@ class StepClock:
         """Predict how long the steps with prefill that are under way will still take."""
         end = self._last_end
         for step in self._open:
-            if step.done is not None:
-                end = max(end, step.begin) + self._prefill.steps_seconds(step.steps, step.done)
+            if not step.foreign:
+                end = max(end, step.begin) + self._prefill.steps_seconds(step.done)
         return max(end - time.monotonic(), 0.0) if self._open else 0.0
 
     def _measured(self, step: OpenStep, seconds: float) -> None:
-        assert step.done is not None
         if not step.loading:
-            self._prefill.measured(step.steps, step.done, seconds)
+            self._prefill.measured(step.done, seconds)
         elif self._prefill.fit.count:
-            rest = seconds - self._prefill.steps_seconds(step.steps, step.done)
+            rest = seconds - self._prefill.steps_seconds(step.done)
             self._step_loads.measured(step.loading, max(rest, seconds / 8), time.monotonic())
 
 
