@@ -38,7 +38,7 @@ DRAIN_SECONDS = 5.0
 class Load:
     """A request's load on this rank."""
 
-    __slots__ = ("begun", "chunks", "done", "failed", "reported", "request_id")
+    __slots__ = ("begun", "chunks", "done", "failed", "request_id")
 
     def __init__(self, request_id: str | None, chunks: int) -> None:
         self.request_id = request_id
@@ -46,8 +46,6 @@ class Load:
         self.begun = 0
         self.done = 0
         self.failed = False
-        # Before its copies were over.
-        self.reported = False
 
     def over(self) -> bool:
         """Whether it can be reported: no copy is under way, and all or something failed."""
@@ -215,7 +213,6 @@ class WorkerHalf:
         except Exception:
             log.debug("LakeCache: a load is waited for", exc_info=True)
             return
-        load.reported = True
         self._over.append(self._loads.pop(ident))
 
     def _ready(self) -> Transfer:
@@ -266,8 +263,8 @@ class WorkerHalf:
         load, ident, index = owner
         load.done += 1
         load.failed |= not good
-        # Nobody else says of a load within the step, or of one that is reported, that it is over.
-        if not load.failed or load.request_id is None or load.reported:
+        # Nobody else says of a load within the step that it is over.
+        if not load.failed or load.request_id is None:
             self._report.copied[ident, index] = 1
 
     def _settle(self) -> None:

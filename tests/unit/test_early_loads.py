@@ -124,11 +124,10 @@ def test_a_worker_reports_when_the_copies_are_queued() -> None:
     assert half.take_results() == ({"r"}, set())
     assert half.take_report() is None
     assert half.busy()
-    # One of them fails for all the worker knows; it has no say in the request any more.
+    # Should one of them fail, the request no longer hears of it.
     transfer.ended = [(transfer.jobs[0], True), (transfer.jobs[1], False)]
     half.poll()
     assert half.take_results() == (set(), set())
-    assert half.take_report() == WorkerReport(copied={(7, 0): 1, (7, 1): 1})
     assert not half.busy()
 
 
