@@ -53,7 +53,7 @@ PROBE_SECONDS = 0.5
 PROBE_THREADS = 4
 
 STEPS_IN_FLIGHT = 16
-# A load that was reported early is over, and its step planned, long before.
+# The step behind a load that was reported early is planned sooner than this, or never.
 LOADED_SECONDS = 1.0
 # So many steps that overlap are measured together; in a longer run of them, beginnings and ends
 # count for little.
@@ -178,7 +178,7 @@ class Fit:
         return self._sum(done)
 
     def prepare(self) -> list[Bound]:
-        """Solve and bound, if something was measured since that is worth it."""
+        """Solve for the costs and find the bounds, if what was measured since changes them."""
         if self._stale:
             self._solve()
         if self._bounds is None:
@@ -306,7 +306,7 @@ class PrefillModel:
     def seconds(self, begin: int, end: int, stops: Iterable[int] = ()) -> float | None:
         """Predict the time to compute tokens [begin, end) on an idle engine; None if unknown.
 
-        `stops` are positions where the engine ends a step besides.
+        `stops` are positions where the engine ends a step even if it could compute more in it.
         """
         if not self.fit.count:
             return None
@@ -439,7 +439,7 @@ class StepClock:
         begin = min(now, self.loading_since)
         loading, self.loading, self.loading_since = self.loading, 0, math.inf
         if now - begin > LOADED_SECONDS:
-            # Another request's step: that of the load has never come.
+            # The request that was loaded for has ended before its step.
             begin, loading = now, 0
         if self._planned - self._ended > STEPS_IN_FLIGHT:
             # Some step never came back: begin anew.

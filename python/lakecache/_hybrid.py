@@ -68,7 +68,8 @@ class HybridSchedulerHalf(SchedulerHalf):
         """Take what `SchedulerHalf` takes."""
         super().__init__(vllm_config, *args, geometry=geometry, **kwargs)
         self._shape_at = geometry.state_shape
-        # Those of earlier steps, and those that no plan has told the workers of.
+        # States to be stored, and those that wait for a plan to have the workers note first where
+        # the work ends that made them.
         self._offers: list[Offer] = []
         self._new_offers: list[Offer] = []
         # Keys of the states on their way, by job.
@@ -97,9 +98,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             if held is None:
                 return None, False
             if held >= tracked.objects:
-                # All in memory and pinned, so that the copies cannot fail; and while they run,
-                # nobody else's step waits for them.
-                tracked.early = self._alone() and not any(bytes(tracked.lease.tiers()))
+                tracked.early = self._fits_step(tracked, tracked.objects)
                 return tracked.end - local, True
             # A part is gone since the lookup: without it the rest is of no use.
             tracked.short_leases += 1
@@ -172,15 +171,15 @@ class HybridSchedulerHalf(SchedulerHalf):
         return next((one for one, size in zip(found, blocks, strict=True) if size == taken), None)
 
     def _stops(self, request: Request, begin: int) -> list[int]:
-        """Give where vLLM ends steps of a prompt from a token on, to have states there: at the next
-        block boundary, at the last one, and at the deepest boundary of all.
+        """Give where vLLM ends a step to have a state there, if it computes from token `begin` on:
+        at the next block boundary, at the prompt's last one, and at its deepest boundary of all.
         """
         last = self._last_boundary(request)
         return sorted({-(-begin // self.block) * self.block, last // self.block * self.block, last})
 
     def _state_keys(self, tracked: Tracked, begin: int) -> bytes:
-        """Keys of the states behind so many hash units, at every further one; they are kept, and
-        extended as the request grows.
+        """Keys of the states at all multiples of the hash unit beyond `begin` units; made once for
+        each `begin`, and extended as the request grows.
         """
         space = tracked.space
         if space is None:

@@ -65,8 +65,8 @@ class Hit(NamedTuple):
     A candidate is described by the tokens that the GPU holds after the load, and by the bytes to
     load from memory and from disk, from the beginning of the load up to there. `same_step` says
     that what is all in memory will be loaded within the step that computes the rest, or reported
-    before it and awaited within it. `stops` gives where the engine will end steps of the prompt if
-    it begins to compute at some token, besides those that its largest step asks for.
+    before it and awaited within it. `stops` gives, for the token at which computing begins, where
+    the engine ends a step even if it could compute more in it.
     """
 
     tokens: int  # of the prompt
@@ -242,7 +242,9 @@ class LoadPolicy:
     # Measurements
 
     def prepare(self) -> None:
-        """Do what the next decision needs: in steps that nobody waits for."""
+        """Bring the estimates up to date in a step without tokens, rather than in a decision, for
+        which a request waits.
+        """
         for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):
             fit.prepare()
 
@@ -277,7 +279,7 @@ class LoadPolicy:
         now = time.monotonic()
         seconds = now - load.began
         if load.early and good:
-            # It takes until now, and what the next step takes beyond computing.
+            # The next step may still wait for its copies: it is measured together with that.
             self.clock.loading += load.memory
             self.clock.loading_since = load.began
             return

@@ -118,9 +118,9 @@ class Tracked:
         self.no_room: float | None = None
         self.pinned = 0
         self.next_save = -1
-        # Of models with recurrent state: the keys of the states behind so many hash units; where
-        # the leased checkpoint ends, its objects, and how often one was incomplete; the deepest
-        # boundary whose state is stored, or was there; and where another prompt parts.
+        # Of models with recurrent state: keys of states, and behind how many hash units they begin;
+        # where the leased checkpoint ends, its objects, and how often one was incomplete; the
+        # deepest boundary whose state is stored, or was there; and where another prompt parts.
         self.states = b""
         self.states_begin = 0
         self.end = 0

@@ -194,13 +194,13 @@ class SchedulerHalf:
         loads = tracked.load is None and tracked.failures < LOAD_ATTEMPTS
         return tracked if loads else None
 
-    def _fits_step(self, tracked: Tracked, chunks: int) -> bool:
-        """Whether to load within this step: all in memory, and nobody else to be held up.
+    def _fits_step(self, tracked: Tracked, objects: int) -> bool:
+        """Whether a step's forward may wait for the load: all in memory, and nobody to be held up.
 
-        The chunks are pinned, so the copies cannot fail, and the request need not wait for the
+        The objects are pinned, so the copies cannot fail, and the request need not wait for the
         engine to take notice of them.
         """
-        return self._alone() and not any(bytes(tracked.lease.tiers())[:chunks])
+        return self._alone() and not any(bytes(tracked.lease.tiers())[:objects])
 
     def _alone(self) -> bool:
         return self._same_step and len(self._tracked) == 1 and not self.loads.between_steps()
@@ -324,8 +324,9 @@ class SchedulerHalf:
         load = self.loads.start(tracked, objects)
         if self.policy is not None:
             memory, disk = self._bytes_by_tier(objects, bytes(lease.tiers()))
-            within = load.same_step
-            self.policy.load_started(load.ident, memory, disk, same_step=within, early=load.early)
+            self.policy.load_started(
+                load.ident, memory, disk, same_step=load.same_step, early=load.early
+            )
         return True
 
     def _bytes(self, shape: int) -> int:

@@ -149,7 +149,7 @@ class Lane:
 
     def mark(self) -> None:
         """Have the jobs that follow wait for what the engine's stream has been given so far."""
-        # Without a mark, should this fail, a job waits for more than it needs.
+        # Should recording fail, the next job makes a mark of its own, later than it needs.
         self._mark = None
         mark = torch.cuda.Event()
         mark.record(torch.cuda.current_stream(self._device))
@@ -169,7 +169,7 @@ class Lane:
         slow, and holds up the caller.
         """
         if not self.storing:
-            # The engine goes on between two steps' loads.
+            # What the engine queues from here on may use the pages that later loads write to.
             self._mark = None
         if self._waiting:
             jobs, started = self._startable(at_once=at_once), 0
@@ -178,7 +178,7 @@ class Lane:
                     started += len(batch)
                     self._start(batch)
             finally:
-                # After an error `drop_all` ends these, too.
+                # After an error: `drop_all` has to find those that were not started.
                 self._waiting.extendleft(reversed(jobs[started:]))
         while self._batches and self._batches[0].done.query():
             self._finish(self._batches.popleft())

@@ -202,8 +202,8 @@ class WorkerHalf:
             self._settle()
 
     def _report_early(self, ident: int) -> None:
-        """Report a load whose copies are all queued, and have the engine's work wait for them. If
-        that is not so, it is reported when it is over, like others.
+        """Report a load whose copies are all queued, and have the engine's work wait for them. One
+        of which some cannot be queued is reported when it is over, like others.
         """
         load = self._loads.get(ident)
         if load is None or load.failed or load.begun < load.chunks:

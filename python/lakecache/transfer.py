@@ -40,7 +40,8 @@ class Transfer(Protocol):
     """What the worker half needs. All calls come from one thread and none of them blocks.
 
     `kind` names one of the shapes given at the start; `ids` are packed 32-bit block ids, one per
-    slot of that shape. Source and target blocks stay allocated until the job was reported.
+    slot of that shape. Source and target blocks stay allocated until the job was reported; those of
+    a load that was followed may be freed at once, as later work waits for it.
     """
 
     # Whether the engine's own work can be made to wait for loads, within one step.
