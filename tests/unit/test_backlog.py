@@ -35,7 +35,9 @@ def test_the_step_that_computes_only_pins(bench: Bench) -> None:
     request, other = Request(640), Request(64)
     other.block_hashes = [bytes([100 + i]) * 32 for i in range(2)]
     bench.allocate(request, 0)
-    assert bench.step(request, 640).stores == []
+    plan = bench.step(request, 640)
+    assert plan.pinned
+    assert plan.stores == []
     assert bench.pool.pinned() == 20
     # It ends before any of it is stored. The next step has nothing to compute: it is left alone,
     # but not two steps in a row.
@@ -78,7 +80,7 @@ def test_chunks_behind_one_without_room_wait_with_it(
     bench.step(request, 128)
     bench.cache.pool.refuse_reserve = True
     assert bench.step(request, 128).stores == []
-    assert bench.step(request, 1).stores == []
+    assert bench.step(request, 1) is IDLE
     bench.cache.pool.refuse_reserve = False
     plan = bench.step(request, 1)
     stored = [array("i", ids).tolist() for *_, ids in plan.stores]
@@ -363,5 +365,5 @@ def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
     assert bench.pool.pinned() == 8
     assert bench.half.reset()
     assert bench.pool.pinned() == 0
-    assert bench.step(request, 1).stores == []
+    assert bench.step(request, 1) is IDLE
     assert not bench.half.pending_stores()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +65,7 @@ def test_what_comes_from_disk_is_waited_for(bench: Bench) -> None:
     assert plan_of(bench, Request(90)).early == []
 
 
-def test_so_is_what_is_verified(bench: Bench) -> None:
+def test_so_is_what_the_workers_cannot_follow(bench: Bench) -> None:
     bench.store(90, 80)
     bench.half._same_step = False
     assert plan_of(bench, Request(90)).early == []
@@ -186,8 +185,8 @@ def load_early(engine: Engine, size: int, ident: int, *, later: float = 0.001) -
     policy.step_ended()
 
 
-def learnt(engine: Engine) -> Callable[[int], float]:
-    return lambda size: engine.policy.load_seconds(size, 0, same_step=True)
+def learnt(engine: Engine, size: int) -> float:
+    return engine.policy.load_seconds(size, 0, same_step=True)
 
 
 def test_an_early_load_takes_until_the_step_behind_it_begins_to_compute(clock: Clock) -> None:
@@ -198,9 +197,8 @@ def test_an_early_load_takes_until_the_step_behind_it_begins_to_compute(clock: C
         load_early(engine, (50, 500, 2000)[ident % 3] * 1_000_000, ident)
     assert engine.policy.prefill.fit.count == count
     assert engine.policy.memory.under_way == 0
-    seconds = learnt(engine)
-    assert seconds(2_000_000_000) == pytest.approx(0.040, rel=0.15)
-    assert seconds(500_000_000) == pytest.approx(0.010, rel=0.3)
+    assert learnt(engine, 2_000_000_000) == pytest.approx(0.040, rel=0.15)
+    assert learnt(engine, 500_000_000) == pytest.approx(0.010, rel=0.3)
 
 
 def test_a_step_long_after_an_early_load_says_nothing_of_it(clock: Clock) -> None:
@@ -208,8 +206,8 @@ def test_a_step_long_after_an_early_load_says_nothing_of_it(clock: Clock) -> Non
     engine.learn()
     for ident in range(6):
         load_early(engine, 500_000_000, ident)
-    before = learnt(engine)(500_000_000)
+    before = learnt(engine, 500_000_000)
     for ident in range(6, 12):
         # It was aborted, and another request comes after a while.
         load_early(engine, 500_000_000, ident, later=30.0)
-    assert learnt(engine)(500_000_000) == pytest.approx(before)
+    assert learnt(engine, 500_000_000) == pytest.approx(before)
