@@ -245,8 +245,10 @@ class LoadPolicy:
         """Bring the estimates up to date in a step without tokens, rather than in a decision, for
         which a request waits.
         """
-        for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):
-            fit.prepare()
+        # The step's loads and stores must not be lost to a prediction; a decision would say why.
+        with contextlib.suppress(ArithmeticError):
+            for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):
+                fit.prepare()
 
     def step_ended(self) -> None:
         """Note that the oldest planned step is over; now and then keep the estimates."""
@@ -278,6 +280,11 @@ class LoadPolicy:
         self.disk.under_way -= load.disk
         now = time.monotonic()
         seconds = now - load.began
+        self._last["load"] = {
+            "memory_bytes": load.memory, "disk_bytes": load.disk, "early": load.early,
+            "milliseconds": round(seconds * 1e3, 3),
+            "predicted_milliseconds": round(load.predicted * 1e3, 3),
+        }  # fmt: skip
         if load.early and good:
             # The next step may still wait for its copies: it is measured together with that.
             self.clock.loading += load.memory
@@ -286,11 +293,6 @@ class LoadPolicy:
         # A disk that hangs is slow; what failed at once says nothing.
         if not good and seconds < max(FAILED_SECONDS, CHANGED * load.predicted):
             return
-        self._last["load"] = {
-            "memory_bytes": load.memory, "disk_bytes": load.disk,
-            "milliseconds": round(seconds * 1e3, 3),
-            "predicted_milliseconds": round(load.predicted * 1e3, 3),
-        }  # fmt: skip
         if not load.disk:
             self.memory.measured(load.memory + load.before_memory, seconds, now)
             return

@@ -236,11 +236,11 @@ class WorkerHalf:
                 continue
             self._jobs[job] = ident
         if plan.pinned:
-            self.computed()
+            self.mark_computed()
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         """Have the stores that follow wait for all that the engine has queued so far."""
-        self._ready().computed()
+        self._ready().mark_computed()
 
     def _acknowledge(self, ident: int, *, good: bool) -> None:
         copied, failed = self._report.stores.get(ident, (0, 0))

@@ -428,7 +428,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = _schedulers.get(worker.name)
         if scheduler is not None and scheduler.ranks == 1:
             try:
-                worker.computed()
+                worker.mark_computed()
                 worker.start_stores(scheduler.plan_rest())
             except Exception:
                 self._failed("shutdown")

@@ -47,13 +47,13 @@ class Transfer(Protocol):
     # Whether the engine's own work can be made to wait for loads, within one step.
     same_step: bool
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         """Have the stores that follow, until the next call, wait for the work that is queued on
         the device so far, and for no more.
         """
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
-        """Copy pages into a FILLING entry, once what `computed` stands for has run.
+        """Copy pages into a FILLING entry, once what `mark_computed` stands for has run.
 
         Nothing may write to the pages from then on. Raises ValueError for block ids that cannot be,
         and then does not report the job.
@@ -101,7 +101,7 @@ class HostTransfer:
         self._jobs: dict[int, _HostJob] = {}
         self._over: list[tuple[int, bool]] = []
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         """Nothing to note: what the engine has queued, it has also done."""
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
@@ -229,8 +229,8 @@ class PackedTransfer:
         self._refused = False
         self._broken: Exception | None = None
 
-    def computed(self) -> None:
-        """See `Transfer.computed`."""
+    def mark_computed(self) -> None:
+        """See `Transfer.mark_computed`."""
         self._stores.mark()
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:
@@ -336,7 +336,7 @@ class SerialTransfer:
         self._memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._over: list[tuple[int, bool]] = []
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         """Nothing to note: each copy waits for all work that is queued."""
 
     def store(self, job: int, kind: int, entry: int, generation: int, ids: bytes) -> None:

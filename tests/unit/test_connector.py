@@ -213,7 +213,7 @@ class End:
     def plan_rest(self) -> str:
         return f"rest of {self.name}"
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         self.given.append("computed")
 
     def start_stores(self, plan: str) -> None:

@@ -204,7 +204,7 @@ class World:
     def computed(self) -> None:
         """What is stored from here on waits for what the engine has queued so far."""
         self.written.clear()
-        self.transfer.computed()
+        self.transfer.mark_computed()
 
     def part(self, kind: int, blocks: list[int]) -> bytes | None:
         """Give what these blocks make, in the order of the part."""
