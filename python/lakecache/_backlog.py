@@ -38,19 +38,22 @@ FAILURES_PER_STEP = 4
 class Run:
     """Consecutive chunks of a request that are computed and wait for slots.
 
-    `ids` are the chunks' block ids, `per_chunk` for each, and `blocks` what pins them.
+    `ids` are the chunks' block ids, `per_chunk` for each, `blocks` what pins them, and `step` the
+    number of the step that computed the last one.
     """
 
-    __slots__ = ("blocks", "first", "ids", "per_chunk", "tracked")
+    __slots__ = ("blocks", "first", "ids", "per_chunk", "step", "tracked")
 
     def __init__(
-        self, tracked: Tracked, first: int, ids: array[int], blocks: list[Any], per_chunk: int
-    ) -> None:
+        self, tracked: Tracked, first: int, ids: array[int], blocks: list[Any], per_chunk: int,
+        step: int,
+    ) -> None:  # fmt: skip
         self.tracked = tracked
         self.first = first
         self.ids = ids
         self.blocks = blocks
         self.per_chunk = per_chunk
+        self.step = step
 
     def __len__(self) -> int:
         """How many chunks are left."""
@@ -120,7 +123,8 @@ class Backlog:
         count = (ids.index(0) if 0 in ids else len(ids)) // per_chunk
         if count:
             del ids[count * per_chunk :]
-            self._runs.append(Run(tracked, first, ids, self._saves.pin(ids), per_chunk))
+            pinned, step = self._saves.pin(ids), self._saves.planned
+            self._runs.append(Run(tracked, first, ids, pinned, per_chunk, step))
             tracked.pinned += count
             tracked.put_off = None
         if tracked.pinned < ready and tracked.put_off is None:
@@ -128,11 +132,12 @@ class Backlog:
             self._counts["stores_put_off"] += 1
         return count > 0
 
-    def clear(self) -> None:
-        """Give all of them up."""
-        runs, self._runs = self._runs, []
+    def clear(self, after: int = 0) -> None:
+        """Give up what was computed after this step."""
+        runs, self._runs = self._runs, [run for run in self._runs if run.step <= after]
         for run in runs:
-            self._saves.unpin(run.blocks)
+            if run.step > after:
+                self._saves.unpin(run.blocks)
 
     def drop(self, tracked: Tracked) -> None:
         """Give up a request's chunks."""
@@ -209,7 +214,7 @@ class Backlog:
             self._saves.ranks, self._chunk_bytes(),
         )  # fmt: skip
         if slot is not None:
-            self._saves.start(plan, KIND_CHUNK, slot, *run.take())
+            self._saves.start(plan, KIND_CHUNK, slot, *run.take(), run.step)
             stored = 1
         else:
             stored = self._cache.lookup(keys[index * KEY_BYTES : (index + len(run)) * KEY_BYTES])[0]

@@ -56,6 +56,7 @@ class Offer(NamedTuple):
     space: int
     ids: bytes
     blocks: list[Any]
+    step: int
     since: float
 
 
@@ -299,8 +300,13 @@ class HybridSchedulerHalf(SchedulerHalf):
     def plan_rest(self) -> StepPlan:
         """See `SchedulerHalf.plan_rest`."""
         plan = super().plan_rest()
-        self._offers += self._new_offers
-        self._new_offers = []
+        offers = self._offers + self._new_offers
+        self._offers, self._new_offers = [], []
+        for offer in offers:
+            if offer.step > self.saves.ended:
+                self.saves.unpin(offer.blocks)
+            else:
+                self._offers.append(offer)
         self._store_states(plan)
         return plan
 
@@ -395,7 +401,7 @@ class HybridSchedulerHalf(SchedulerHalf):
                 tracked, boundary, kind, self._shape_at(boundary), key,
                 keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
                 tracked.space.number, array("i", ids).tobytes(), self.saves.pin(ids),
-                time.monotonic(),
+                self.saves.planned, time.monotonic(),
             )
         )  # fmt: skip
 
@@ -411,7 +417,7 @@ class HybridSchedulerHalf(SchedulerHalf):
                 self.ranks, self._bytes(offer.shape),
             )  # fmt: skip
         if slot is not None:
-            job = self.saves.start(plan, offer.shape, slot, offer.ids, offer.blocks)
+            job = self.saves.start(plan, offer.shape, slot, offer.ids, offer.blocks, offer.step)
             self._state_jobs[job] = offer.key
             self.counts["states"] += 1
             return False

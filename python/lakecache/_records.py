@@ -56,14 +56,15 @@ class Load:
 
 
 class Store:
-    """One object on its way from the GPU's blocks into a slot."""
+    """One object on its way from the GPU's blocks, computed in a step, into a slot."""
 
-    __slots__ = ("blocks", "entry", "generation", "ranks_bad", "ranks_good")
+    __slots__ = ("blocks", "entry", "generation", "ranks_bad", "ranks_good", "step")
 
-    def __init__(self, entry: int, generation: int, blocks: list[Any]) -> None:
+    def __init__(self, entry: int, generation: int, blocks: list[Any], step: int) -> None:
         self.entry = entry
         self.generation = generation
         self.blocks = blocks
+        self.step = step
         self.ranks_good = 0
         self.ranks_bad = 0
 

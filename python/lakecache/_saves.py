@@ -44,6 +44,8 @@ class Saves:
         self._jobs: dict[int, Store] = {}
         self._pool: BlockPool | None = None
         self.pinned_blocks = 0
+        # Steps that were planned, and those of them that have come back.
+        self.planned = self.ended = 0
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's block pool."""
@@ -80,11 +82,14 @@ class Saves:
             self._pool.free_blocks(reversed(blocks))
 
     def start(
-        self, plan: StepPlan, shape: int, slot: tuple[int, int], ids: bytes, blocks: list[Any]
-    ) -> int:
-        """Have the workers copy pinned blocks into a slot; the blocks are ours from here on."""
+        self, plan: StepPlan, shape: int, slot: tuple[int, int], ids: bytes, blocks: list[Any],
+        step: int,
+    ) -> int:  # fmt: skip
+        """Have the workers copy pinned blocks, computed in a step of this number, into a slot; the
+        blocks are ours from here on.
+        """
         job = self._idents()
-        self._jobs[job] = Store(*slot, blocks)
+        self._jobs[job] = Store(*slot, blocks, step)
         plan.stores.append((job, shape, *slot, ids))
         self._counts["stores"] += 1
         return job
@@ -111,8 +116,9 @@ class Saves:
             # Whatever the store says, the engine gets its blocks back.
             self.unpin(store.blocks)
 
-    def abandon(self) -> None:
-        """Give up all that is under way, at the engine's end."""
-        for store in self._jobs.values():
-            self._cache.abandon(store.entry, store.generation)
-        self._jobs.clear()
+    def abandon(self, after: int = 0) -> None:
+        """Give up, at the engine's end, what is under way and was computed after this step."""
+        for job, store in list(self._jobs.items()):
+            if store.step > after:
+                del self._jobs[job]
+                self._cache.abandon(store.entry, store.generation)

@@ -105,12 +105,9 @@ class SchedulerHalf:
             idents=self._idents.__next__, write_first=config.transfer == "sync",
         )  # fmt: skip
         self.backlog = Backlog(
-            cache,
-            self.saves,
-            chunk=self.chunk,
-            counts=self.counts,
+            cache, self.saves, chunk=self.chunk, counts=self.counts,
             chunk_bytes=lambda: self._bytes(KIND_CHUNK),
-        )
+        )  # fmt: skip
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
             unstable=unstable,
@@ -387,6 +384,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Say what the workers do in this step."""
+        self.saves.planned += 1
         tokens = output.total_num_scheduled_tokens
         if self.policy is not None:
             self.policy.clock.planned(output)
@@ -567,6 +565,7 @@ class SchedulerHalf:
 
     def stats(self) -> CacheStats | None:
         """Give the counters at most once a second. vLLM asks once for every step that came back."""
+        self.saves.ended += 1
         if self.policy is not None:
             self.policy.step_ended()
         return self.counts.interval() if self.counts else None
@@ -580,10 +579,16 @@ class SchedulerHalf:
         return {} if self.policy is None else self.policy.explain()
 
     def plan_rest(self) -> StepPlan:
-        """Plan all that waits for slots, as no further step comes."""
+        """Plan all that waits for slots and is of steps that came back: others may have failed."""
         plan = StepPlan()
+        self.backlog.clear(self.saves.ended)
         self.backlog.plan(plan, sys.maxsize)
         return plan
+
+    def drained(self, report: WorkerReport | None) -> None:
+        """Take the last acknowledgements; what is not of steps that came back is given up."""
+        self.saves.abandon(self.saves.ended)
+        self.report(report, (), ())
 
     def shutdown(self) -> None:
         """Give up what is under way, write back what is stored, within a bound; then close."""

@@ -419,7 +419,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
                 _schedulers.pop(name, None)
                 drained = _drained_workers.pop(name, None)
                 if drained is not None:
-                    scheduler.report(drained.take_report(), (), ())
+                    scheduler.drained(drained.take_report())
             scheduler.shutdown()
             _messages.pass_on(log)
 

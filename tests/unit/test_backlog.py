@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from fakes.scheduler import Bench, Request
 from lakecache import _backlog, _scheduler
-from lakecache._metadata import IDLE, Tally
+from lakecache._metadata import IDLE, Tally, WorkerReport
 from lakecache.connector import LakeCacheConnector
 
 
@@ -367,3 +367,32 @@ def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:
     assert bench.pool.pinned() == 0
     assert bench.step(request, 1) is IDLE
     assert not bench.half.pending_stores()
+
+
+def test_what_a_step_computes_that_does_not_come_back_is_not_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "total", lambda scheduled: sum(scheduled.values()))
+    bench.half.policy = None
+    request = Request(512)
+    bench.allocate(request, 0)
+    plans = [bench.step(request, 128)]
+    bench.half.stats()
+    # The second step fails, and the third is under way already.
+    plans += [bench.step(request, 128), bench.step(request, 128)]
+    assert [len(plan.stores) for plan in plans] == [0, 2, 2]
+    assert bench.half.plan_rest().stores == []
+    done = {store[0]: (1, 0) for plan in plans for store in plan.stores}
+    bench.half.drained(WorkerReport(done))
+    assert bench.half.matched(Request(512), 0) == (128, True)
+
+
+def test_what_waits_when_all_steps_are_back_is_kept(bench: Bench) -> None:
+    request = Request(256)
+    bench.allocate(request, 0)
+    bench.step(request, 256)
+    bench.half.stats()
+    plan = bench.half.plan_rest()
+    assert len(plan.stores) == 4
+    bench.half.drained(WorkerReport({store[0]: (1, 0) for store in plan.stores}))
+    assert bench.half.matched(Request(256), 0) == (255, True)

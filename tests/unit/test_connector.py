@@ -222,7 +222,7 @@ class End:
     def take_report(self) -> str:
         return f"report of {self.name}"
 
-    def report(self, report: str, *_: Any) -> None:
+    def drained(self, report: str) -> None:
         self.given.append(report)
 
     def shutdown(self) -> None:

@@ -116,6 +116,7 @@ def test_a_tail_is_cut_behind_its_tokens(
     bench.allocate(first, 0)
     offers = [(group, tables[group][(boundary - 1) // 96], boundary) for group in STATES]
     bench.step(first, boundary + 5, tables=tables)
+    bench.half.stats()
     bench.half.finished_tail(first, tables, offers)
     bench.finish(first)
     plan = bench.half.plan_rest()
@@ -268,11 +269,21 @@ def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
 def test_the_rest_is_planned_at_the_end(bench: Bench) -> None:
     request = bench.begin(90)
     bench.step(request, 90, (80,))
+    bench.half.stats()
     bench.finish(request)
     plan = bench.half.plan_rest()
     assert sorted(kind for _, kind, *_ in plan.stores) == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
     bench.acknowledge(plan)
     assert bench.hit(90) == 80
+    assert bench.leaks() == []
+
+
+def test_the_rest_of_a_step_that_does_not_come_back_is_given_up(bench: Bench) -> None:
+    request = bench.begin(90)
+    bench.step(request, 90, (64,))
+    bench.half.finished_tail(request, TABLES, entries(80))
+    bench.finish(request)
+    assert bench.half.plan_rest().stores == []
     assert bench.leaks() == []
 
 
