@@ -241,10 +241,13 @@ class LoadPolicy:
 
     # Measurements
 
-    def prepare(self) -> None:
-        """Bring the estimates up to date in a step without tokens, rather than in a decision, for
-        which a request waits.
+    def step_planned(self, output: Any) -> None:
+        """Note a step. In one without tokens bring the estimates up to date, rather than in a
+        decision, for which a request waits.
         """
+        self.clock.planned(output)
+        if output.total_num_scheduled_tokens:
+            return
         # The step's loads and stores must not be lost to a prediction; a decision would say why.
         with contextlib.suppress(ArithmeticError):
             for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):

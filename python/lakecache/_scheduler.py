@@ -95,7 +95,7 @@ class SchedulerHalf:
         # for the last one that was to begin.
         self.short_of_blocks = False
         self.unplaced = False
-        self._plan = StepPlan()
+        self._plan = IDLE
         self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
@@ -109,8 +109,8 @@ class SchedulerHalf:
             chunk_bytes=lambda: self._bytes(KIND_CHUNK),
         )  # fmt: skip
         self.spaces = Namespaces(
-            vllm_config, kv_cache_config, cache, chunk=self.chunk, counts=self.counts,
-            unstable=unstable,
+            vllm_config, kv_cache_config, cache,
+            chunk=self.chunk, counts=self.counts, unstable=unstable,
         )  # fmt: skip
         self.policy: LoadPolicy | None = None
         if config.load_policy == "auto":
@@ -384,12 +384,11 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Say what the workers do in this step."""
+        self._plan = IDLE
         self.saves.planned += 1
         tokens = output.total_num_scheduled_tokens
         if self.policy is not None:
-            self.policy.clock.planned(output)
-            if not tokens:
-                self.policy.prepare()
+            self.policy.step_planned(output)
         tokens_before, self._tokens_before = self._tokens_before, tokens
         short = self.short_of_blocks or self.unplaced
         self.short_of_blocks = self.unplaced = False
@@ -405,11 +404,10 @@ class SchedulerHalf:
         return plan if plan else IDLE
 
     def abandon_plan(self) -> StepPlan:
-        """Give what a `plan_step` that raised has planned, with all loads failed and no more saves.
-
-        The workers must hear of it: vLLM waits for the loads, and the stores hold blocks.
+        """Give what a `plan_step` that raised planned itself, all loads failed and no more saves:
+        the workers must hear of it, as vLLM waits for the loads, and the stores hold blocks.
         """
-        plan, self._plan = self._plan, StepPlan()
+        plan, self._plan = self._plan or StepPlan(), IDLE
         self._stop_saving()
         self.loads.fail_all()
         self.loads.tell(plan)

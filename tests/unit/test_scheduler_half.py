@@ -282,6 +282,24 @@ def test_a_plan_that_broke_off_still_reaches_the_workers(
     assert bench.leaks() == []
 
 
+def test_a_step_whose_planning_fails_at_once_repeats_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(128)
+    bench.allocate(request, 0)
+    bench.step(request, 64)
+    assert len(bench.step(request, 64).stores) == 1
+
+    def refuse() -> None:
+        raise ValueError("no estimate")
+
+    assert bench.half.policy is not None
+    monkeypatch.setattr(bench.half.policy.prefill.fit, "prepare", refuse)
+    with pytest.raises(ValueError, match="no estimate"):
+        bench.step()
+    assert bench.half.abandon_plan() is IDLE
+
+
 def test_one_report_that_fails_does_not_lose_the_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
