@@ -374,8 +374,8 @@ class TierModel:
 
 class OpenStep(NamedTuple):
     """Steps that are measured together and have not come back: the number of the last, when the
-    first was planned, after which step, bytes to load, what they compute together (beginning with
-    how many they are), and whether something else takes time in them, too.
+    first was planned, behind which step under way (0: none), bytes to load, what they compute
+    together (beginning with how many they are), and whether something else takes time in them, too.
     """
 
     number: int
@@ -388,7 +388,7 @@ class OpenStep(NamedTuple):
     def and_then(self, begin: float, other: OpenStep) -> OpenStep:
         """Give both as one that has begun at a known time."""
         return OpenStep(
-            other.number, begin, 0, self.loading + other.loading,
+            other.number, begin, self.after, self.loading + other.loading,
             tuple(map(add, self.done, other.done)), self.foreign or other.foreign,
         )  # fmt: skip
 
@@ -463,8 +463,11 @@ class StepClock:
         # Encoders, and loads that were not announced, take time that says nothing about tokens.
         foreign = output.scheduled_encoder_inputs or (output.has_sync_kv_loads and not loading)
         self._open.append(
-            OpenStep(self._planned, begin, self._computing, loading, done, bool(foreign))
-        )
+            OpenStep(
+                self._planned, begin, self._computing if self._computing > self._ended else 0,
+                loading, done, bool(foreign),
+            )
+        )  # fmt: skip
 
     def ended(self) -> float | None:
         """Note that the oldest step is over; give the time if it was one with prefill."""
@@ -483,7 +486,10 @@ class StepClock:
         if following and following.after == step.number and step.done[0] < STEPS_TOGETHER:
             self._open[0] = step.and_then(begin, following)
             return now
-        if not step.foreign and step.number == self._ended:
+        # One launch lies between two results that are taken in while steps overlap. Behind others,
+        # the last one before a pause would seem to take no time.
+        whole = not step.after or self._computing > step.number
+        if not step.foreign and step.number == self._ended and whole:
             self._measured(step, now - begin)
         self._last_end = now
         return now

@@ -219,10 +219,23 @@ def test_steps_that_are_launched_while_others_run_are_measured(
     assert prefill.seconds(480, 512, [480, 512]) == pytest.approx(each, rel=0.1)
 
 
+def test_a_step_behind_others_that_none_follows_says_nothing(clock: Clock) -> None:
+    engine = Engine(clock)
+    prompt, decode = (step([("r", 0, 100)]), 0.001), (step([], decoding=4), 0.001)
+    for ends in ([prompt], [prompt, (step([]), 0.0)], [prompt] * (_estimates.STEPS_TOGETHER + 1)):
+        # The last one seems to be over when the one before it is, which was launched before.
+        for _ in range(5):
+            engine.overlap([decode, *ends], 0.010)
+            clock.now += 1
+    engine.overlap([decode, prompt, decode], 0.010)
+    assert all(seconds == pytest.approx(0.010, rel=0.2) for _, seconds in samples(engine))
+    assert engine.policy.prefill.seconds(0, 100) == pytest.approx(0.010, rel=0.2)
+
+
 def test_a_long_run_of_steps_is_measured_in_parts(clock: Clock) -> None:
     engine = Engine(clock)
     run = [(step([("r", 0, 100)]), 0.010)] * (2 * _estimates.STEPS_TOGETHER + 1)
-    took = engine.overlap(run, 0.001)
+    took = engine.overlap([*run, (step([], decoding=1), 0.0)], 0.001) - 0.001
     parts = samples(engine)
     assert len(parts) == 3
     weights = (_estimates.STEPS_TOGETHER, _estimates.STEPS_TOGETHER, 1)
@@ -281,7 +294,9 @@ def test_what_a_step_takes_beyond_computing_is_its_load(clock: Clock) -> None:
         policy.clock.planned(step([("a", 8000, rest)], has_sync_kv_loads=True))
         clock.now += 0.003
         policy.step_ended()
+        policy.clock.planned(step([], decoding=1))
         clock.now += fast_gpu(rest, rest * 8000) + 1e-3 + chunks * CHUNK * TOKEN_BYTES / 50e9
+        policy.step_ended()
         policy.step_ended()
     assert len(samples(engine)) == count
     latency, per_byte = policy.step.costs() or (0, 0)
