@@ -507,7 +507,8 @@ class StepClock:
             self._prefill.measured(step.done, seconds)
         elif self._prefill.fit.count:
             rest = seconds - self._prefill.steps_seconds(step.done)
-            self._step_loads.measured(step.loading, max(rest, seconds / 8), time.monotonic())
+            least = seconds / step.done[0] / 8
+            self._step_loads.measured(step.loading, max(rest, least), time.monotonic())
 
 
 def probe_disk(directory: Path) -> float | None:

@@ -308,6 +308,22 @@ def test_what_a_step_takes_beyond_computing_is_its_load(clock: Clock) -> None:
     assert policy.memory.under_way == 0
 
 
+def test_a_small_load_before_many_steps_is_not_taken_for_a_large_one(clock: Clock) -> None:
+    engine = Engine(clock, step_tokens=2048)
+    engine.learn()
+    policy, size = engine.policy, CHUNK * TOKEN_BYTES
+    for _ in range(4):
+        policy.load_started(next(numbers), size, 0, same_step=True)
+        steps = [
+            (step([("r", at, 2048)], has_sync_kv_loads=not at), fast_gpu(2048, 2048 * (at + 1024)))
+            for at in range(0, _estimates.STEPS_TOGETHER * 2048, 2048)
+        ]
+        # Computing takes a little less than usual, so the load is lost in the noise.
+        engine.overlap([(output, seconds * 0.9) for output, seconds in steps], 0.001)
+    shortest = steps[0][1]
+    assert policy.load_seconds(size, 0, same_step=True) < shortest / 2
+
+
 def test_a_step_that_never_comes_back_does_not_mix_up_the_rest(clock: Clock) -> None:
     engine = Engine(clock)
     for _ in range(_estimates.STEPS_IN_FLIGHT + 1):
