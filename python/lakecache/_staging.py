@@ -212,27 +212,30 @@ class Lane:
 
     def _startable(self, *, at_once: bool) -> list[LaneJob]:
         """Take the jobs that can begin; jobs that never will are over."""
-        waiting, self._waiting = self._waiting, deque()
         states = (
-            bytes(len(waiting))
+            bytes(len(self._waiting))
             if self.storing
-            else self._memory.states([(job.entry, job.generation) for job in waiting])
+            else self._memory.states([(job.entry, job.generation) for job in self._waiting])
         )
         wanted = FILLING if self.storing else READY
-        found = []
-        for job, state in zip(waiting, states, strict=True):
+        found, over = [], []
+        later: deque[LaneJob] = deque()
+        for job, state in zip(self._waiting, states, strict=True):
             if state == wanted and not job.spans:
                 job.spans = self._part(job)
             lost = state not in (FILLING, READY) or (state == wanted and not job.spans)
             if lost or time.monotonic() > job.deadline:
-                self._over.append((job, False))
+                over.append((job, False))
             elif state == wanted and (at_once or self._registration.covers(job.spans)):
                 if self._verify and not self._memory.checksum_ok(job.entry, job.generation):
-                    self._over.append((job, False))
+                    over.append((job, False))
                 else:
                     found.append(job)
             else:
-                self._waiting.append(job)
+                later.append(job)
+        # An error until here leaves all of them waiting.
+        self._waiting = later
+        self._over += over
         return found
 
     def _part(self, job: LaneJob) -> list[tuple[int, int]]:

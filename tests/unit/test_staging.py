@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import sys
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -59,6 +60,8 @@ class World:
         self.pool = torch.zeros(1 << 16, dtype=torch.uint8)
         self.slots = [self.make_slot(number) for number in range(SLOTS)]
         self.registered = 0
+        # Whether the pool's own calls fail.
+        self.broken: Callable[[], bool] = lambda: False
         gpu.watch = self.watch
         gpu.pinned = self.in_pool
         self.patch(monkeypatch)
@@ -152,6 +155,8 @@ class World:
         slot.pins -= 1
 
     def spans(self, entry: int, generation: int) -> list[tuple[int, int]]:
+        if self.broken():
+            raise RuntimeError("the pool says nothing")
         slot = self.slots[entry]
         return slot.spans if slot.generation == generation else []
 
@@ -357,9 +362,10 @@ def test_whatever_the_order_nothing_wrong_is_read(
     assert world.transfer.close(5)
 
 
+@pytest.mark.parametrize("where", ["gpu", "pool"])
 @pytest.mark.parametrize("seed", range(40))
 def test_an_error_ends_all_jobs_and_touches_nothing_later(
-    monkeypatch: pytest.MonkeyPatch, seed: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, where: str
 ) -> None:
     world = World(monkeypatch, seed)
     for _ in range(10):
@@ -371,7 +377,10 @@ def test_an_error_ends_all_jobs_and_touches_nothing_later(
         left -= 1
         return left < 0
 
-    world.gpu.fails = fails
+    if where == "gpu":
+        world.gpu.fails = fails
+    else:
+        world.broken = fails
     while world.transfer.same_step:
         if not world.jobs:
             world.computed()
