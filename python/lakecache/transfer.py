@@ -250,7 +250,11 @@ class PackedTransfer:
             raise RuntimeError("GPU transfers have ended after an error") from self._broken
         blocks = self._shapes[kind].check(ids, whole=lane.storing)
         if self._cache.pin(entry, generation):
-            lane.add(LaneJob(job, kind, entry, generation, blocks))
+            try:
+                lane.add(LaneJob(job, kind, entry, generation, blocks))
+            except Exception:
+                self._cache.unpin(entry, generation)
+                raise
         else:
             self._over.append((job, False))
             self._refused |= not lane.storing

@@ -448,3 +448,16 @@ def test_a_load_that_cannot_be_launched_is_not_followed_and_fails(
     assert not world.transfer.same_step
     world.drain()
     assert world.wrong == []
+
+
+def test_a_job_that_cannot_be_queued_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1)
+
+    def broken(event: Event, stream: Stream) -> None:
+        raise RuntimeError("no event")
+
+    monkeypatch.setattr(Event, "record", broken)
+    for storing in (True, False):
+        with pytest.raises(RuntimeError, match="no event"):
+            world.begin(storing=storing, state=FILLING if storing else READY)
+    assert all(slot.pins == 0 for slot in world.slots)
