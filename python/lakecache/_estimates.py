@@ -341,9 +341,11 @@ class TierModel:
     nothing of that.
     """
 
-    def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.fit = Fit((1, 64 << 20))
+    def __init__(self, balance: int) -> None:
+        """Begin with nothing known. What loads of one size took is split evenly between latency and
+        bandwidth if that size is `balance` bytes, and goes the more to the latter the larger it is.
+        """
+        self.fit = Fit((1, balance))
         # Bytes of loads under way: a new load waits for them.
         self.under_way = 0
         self.measured_at = -math.inf

@@ -44,6 +44,9 @@ __all__ = ["Choice", "Hit", "LoadPolicy"]
 
 log = logging.getLogger("vllm.lakecache")
 
+# Loads of so many bytes take as long to be noticed, or to begin, as to be copied: some
+# milliseconds, at tens of GB/s from memory and at one or a few from disk.
+MEMORY_BALANCE, DISK_BALANCE = 64 << 20, 4 << 20
 FILE = "estimates.json"
 VERSION = 1
 # A tier that was not used for this long is tried again if that costs next to nothing.
@@ -132,10 +135,10 @@ class LoadPolicy:
     def __init__(self, *, step_tokens: int, engine: str) -> None:
         """Take the most tokens of a step, and what else decides how fast this engine is."""
         self.prefill = PrefillModel(step_tokens)
-        self.memory = TierModel()
-        self.disk = TierModel()
+        self.memory = TierModel(MEMORY_BALANCE)
+        self.disk = TierModel(DISK_BALANCE)
         # Memory, by loads within a step: without the engine's steps until a load is noticed.
-        self.step = TierModel()
+        self.step = TierModel(MEMORY_BALANCE)
         self.clock = StepClock(self.prefill, self.step)
         self._engine = engine
         self._loads: dict[int, Underway] = {}

@@ -351,3 +351,16 @@ def test_reading_finds_out_how_fast_a_disk_is(tmp_path: Path) -> None:
     speed = probe_disk(tmp_path)
     assert speed is not None
     assert speed > 0
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 2e9, 6e9])
+def test_a_few_small_loads_from_disk_do_not_make_large_ones_look_fast(
+    clock: Clock, bandwidth: float
+) -> None:
+    engine = Engine(clock, noise=0.1)
+    engine.disk = bandwidth
+    for _ in range(3):
+        engine.load(disk=1)
+    for size in (256 << 20, 1 << 30, 4 << 30):
+        truth = 3e-3 + size / bandwidth
+        assert 0.7 * truth < engine.policy.load_seconds(0, size) < 2.5 * truth
