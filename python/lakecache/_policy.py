@@ -253,8 +253,9 @@ class LoadPolicy:
             return
         # The step's loads and stores must not be lost to a prediction; a decision would say why.
         with contextlib.suppress(ArithmeticError):
-            for fit in (self.prefill.fit, self.memory.fit, self.step.fit, self.disk.fit):
-                fit.prepare()
+            self.prefill.fit.prepare()
+            for tier in (self.memory, self.step, self.disk):
+                tier.fit.costs()
 
     def step_ended(self) -> None:
         """Note that the oldest planned step is over; now and then keep the estimates."""
@@ -286,6 +287,9 @@ class LoadPolicy:
         self.disk.under_way -= load.disk
         now = time.monotonic()
         seconds = now - load.began
+        # A disk that hangs is slow; what failed at once says nothing.
+        if not good and seconds < max(FAILED_SECONDS, CHANGED * load.predicted):
+            return
         self._last["load"] = {
             "memory_bytes": load.memory, "disk_bytes": load.disk, "early": load.early,
             "milliseconds": round(seconds * 1e3, 3),
@@ -295,9 +299,6 @@ class LoadPolicy:
             # The next step may still wait for its copies: it is measured together with that.
             self.clock.loading += load.memory
             self.clock.loading_since = load.began
-            return
-        # A disk that hangs is slow; what failed at once says nothing.
-        if not good and seconds < max(FAILED_SECONDS, CHANGED * load.predicted):
             return
         if not load.disk:
             self.memory.measured(load.memory + load.before_memory, seconds, now)
