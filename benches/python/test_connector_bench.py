@@ -100,7 +100,7 @@ def hashes(cached) -> list[bytes]:
     blocks = [number.to_bytes(32, "big") for number in range(1, CHUNKS * CHUNK // half.unit + 1)]
     space = half.spaces.of(None)
     per_chunk = half.chunk // half.unit
-    names = half._core.derive_keys(space.digest, 0, blocks[per_chunk - 1 :: per_chunk])
+    names = half.keys._core.derive_keys(space.digest, 0, blocks[per_chunk - 1 :: per_chunk])
     for at in range(CHUNKS):
         slot = half._cache.reserve(
             space.number, names[at * 32 : at * 32 + 32], 0,

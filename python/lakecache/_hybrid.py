@@ -113,9 +113,9 @@ class HybridSchedulerHalf(SchedulerHalf):
             if tracked.first == first:
                 return True
             self._drop_lease(tracked)
-        chunks = self._keys(tracked)[first * KEY_BYTES :]
+        chunks = self.keys.chunks(tracked)[first * KEY_BYTES :]
         begin, end = local // self.unit, (tracked.request.num_tokens - 1) // self.unit
-        states = self._state_keys(tracked, begin)[: (end - begin) * KEY_BYTES]
+        states = self.keys.states(tracked, begin)[: (end - begin) * KEY_BYTES]
         if not states:
             return False
         per_block = self.block // self.unit
@@ -178,41 +178,6 @@ class HybridSchedulerHalf(SchedulerHalf):
         last = self._last_boundary(request)
         return sorted({-(-begin // self.block) * self.block, last // self.block * self.block, last})
 
-    def _state_keys(self, tracked: Tracked, begin: int) -> bytes:
-        """Keys of the states at all multiples of the hash unit beyond `begin` units; made once for
-        each `begin`, and extended as the request grows.
-        """
-        space = tracked.space
-        if space is None:
-            return b""
-        if begin != tracked.states_begin:
-            tracked.states_begin, tracked.states = begin, b""
-        hashes = tracked.request.block_hashes
-        per_block = self.block // self.unit
-        have = begin + len(tracked.states) // KEY_BYTES
-        parts = [tracked.states]
-        while have < len(hashes):
-            # The tails of a block, then the state at its end.
-            aligned = (have + 1) % per_block == 0
-            end = have + 1 if aligned else min((have // per_block + 1) * per_block - 1, len(hashes))
-            kind = KIND_STATE if aligned else KIND_TAIL
-            parts.append(bytes(self._core.derive_keys(space.digest, kind, hashes[have:end])))
-            have = end
-        tracked.states = b"".join(parts)
-        return tracked.states
-
-    def _state_key(self, tracked: Tracked, boundary: int) -> bytes:
-        if tracked.space is None:
-            return b""
-        kind = KIND_TAIL if boundary % self.block else KIND_STATE
-        at = boundary // self.unit
-        hashes = tracked.request.block_hashes[at - 1 : at]
-        return bytes(self._core.derive_keys(tracked.space.digest, kind, hashes))
-
-    def _forget_keys(self, tracked: Tracked) -> None:
-        super()._forget_keys(tracked)
-        tracked.states = b""
-
     # Allocation
 
     def leaves_rest(self, request: Request) -> bool:
@@ -248,7 +213,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             return
         if not self._start(tracked, objects, external):
             return
-        key = self._state_key(tracked, end)
+        key = self.keys.state(tracked, end)
         chunks = tracked.keys[: end // self.block * KEY_BYTES]
         # A state that is about to be continued by a deeper one may not be read again: it keeps its
         # age, until a second hit shows that several prompts continue it.
@@ -374,8 +339,8 @@ class HybridSchedulerHalf(SchedulerHalf):
         blocks: list[int],
         table: Sequence[Sequence[int]],
     ) -> None:
-        keys, full = self._keys(tracked), boundary // self.block
-        key = self._state_key(tracked, boundary)
+        keys, full = self.keys.chunks(tracked), boundary // self.block
+        key = self.keys.state(tracked, boundary)
         saving = {job: key for job, key in self._state_jobs.items() if job in self.saves}
         self._state_jobs = saving
         if not key or tracked.space is None or key in saving.values():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lakecache._backlog import Backlog, is_late
+from lakecache._keys import RequestKeys
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
 from lakecache._policy import LoadPolicy
@@ -68,9 +69,6 @@ class SchedulerHalf:
         unstable: str | None,
     ) -> None:
         """Take an open cache; `unstable` says why keys must not outlive this process."""
-        from lakecache import _core  # type: ignore[attr-defined]
-
-        self._core = _core
         self._config = config
         self._to_disk = not unstable
         self._cache = cache
@@ -112,6 +110,7 @@ class SchedulerHalf:
             vllm_config, kv_cache_config, cache,
             chunk=self.chunk, counts=self.counts, unstable=unstable,
         )  # fmt: skip
+        self.keys = RequestKeys(self.spaces, geometry)
         self.policy: LoadPolicy | None = None
         if config.load_policy == "auto":
             self.policy = LoadPolicy.of(vllm_config, config)
@@ -162,7 +161,7 @@ class SchedulerHalf:
         if request.num_tokens - 1 - local < self.block:
             self._drop_lease(tracked)
             return 0, False
-        keys = self._keys(tracked)
+        keys = self.keys.chunks(tracked)
         first = local // self.chunk
         if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, local):
             self._drop_lease(tracked)
@@ -251,28 +250,6 @@ class SchedulerHalf:
         if tracked is None:
             tracked = self._tracked[request.request_id] = Tracked(request)
         return tracked
-
-    def _keys(self, tracked: Tracked) -> bytes:
-        """Keys of all full chunks of the request, made once and extended as it grows."""
-        request = tracked.request
-        space = self.spaces.of(request.lora_request)
-        if space is None:
-            return b""
-        if tracked.space is not space:
-            self._forget_keys(tracked)
-            tracked.space = space
-        have = len(tracked.keys) // KEY_BYTES
-        total = len(request.block_hashes) * self.unit // self.chunk
-        if have < total:
-            hashes = [
-                request.block_hashes[(index + 1) * self.chunk // self.unit - 1]
-                for index in range(have, total)
-            ]
-            tracked.keys += bytes(self._core.derive_keys(space.digest, KIND_CHUNK, hashes))
-        return tracked.keys
-
-    def _forget_keys(self, tracked: Tracked) -> None:
-        tracked.space, tracked.keys = None, b""
 
     # Allocation
 
@@ -367,7 +344,7 @@ class SchedulerHalf:
 
     def _settle_stored(self, tracked: Tracked) -> None:
         """Begin saving behind the chunks that are stored already, and refresh those."""
-        keys = self._keys(tracked)[: self._save_limit(tracked) * KEY_BYTES]
+        keys = self.keys.chunks(tracked)[: self._save_limit(tracked) * KEY_BYTES]
         tracked.next_save = tracked.pinned = 0
         if keys:
             tracked.next_save = tracked.pinned = self._cache.lookup(keys)[0]
@@ -453,7 +430,7 @@ class SchedulerHalf:
     def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> bool:
         state = output.kv_connector_block_state
         table = state.get_block_ids(tracked.request.request_id) if state is not None else None
-        if not self._keys(tracked) or table is None:
+        if not self.keys.chunks(tracked) or table is None:
             return False
         tables = [table[group] for group in self._groups.attention]
         pinned = self.backlog.pin(tracked, ready, tables, self.chunk // self.block)
@@ -553,7 +530,7 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
             # What these requests have computed so far may belong to the old weights.
-            self._forget_keys(tracked)
+            self.keys.forget(tracked)
             tracked.next_save = max(tracked.next_save, 0)
         self._stop_saving()
         self.loads.fail_all()

@@ -30,7 +30,7 @@ class Namespaces:
         counts: Counter[str], unstable: str | None,
     ) -> None:  # fmt: skip
         """Begin to read the weights; `unstable` says why keys must not outlive this process."""
-        from lakecache import _core  # type: ignore[attr-defined]
+        from lakecache import _core
 
         self._core = _core
         self._vllm_config = vllm_config
@@ -80,7 +80,7 @@ class Namespaces:
                 adapter = self._lora_digests[place] = identity.LoraDigest(place[2])
             if (files := adapter.poll()) is None:
                 return None
-            digest = bytes(self._core.blake3(base + files.encode()))
+            digest = self._core.blake3(base + files.encode())
             manifest = manifest[:-1] + f',"lora":"{files}"}}'
         number = self._cache.namespace(digest, manifest, persistent=not self._unstable)
         if number is None:
@@ -117,7 +117,7 @@ class Namespaces:
             whole["only_this_process"] = os.urandom(16).hex()
         text = identity.canonical_json(whole)
         self._manifest = text.decode()
-        self._base_digest = bytes(self._core.blake3(text))
+        self._base_digest = self._core.blake3(text)
         if self.when_known is not None:
             self.when_known(self._base_digest.hex())
         return self._base_digest

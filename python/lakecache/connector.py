@@ -447,7 +447,7 @@ class LakeCacheConnector(CacheConnector):
 
 
 def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:
-    from lakecache import _core  # type: ignore[attr-defined]
+    from lakecache import _core
 
     return _core.Cache(
         cache_dir=None if private else config.cache_dir,

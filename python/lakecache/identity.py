@@ -222,15 +222,15 @@ class LoraDigest:
 
 def files_digest(files: list[Path]) -> str:
     """Digest the content of files: never their names, places or times."""
-    from lakecache import _core  # type: ignore[attr-defined]
+    from lakecache import _core
 
     def one(path: Path) -> tuple[int, str]:
         digest = _core.blake3_file(str(path), file_ranges(path))
-        return path.stat().st_size, bytes(digest).hex()
+        return path.stat().st_size, digest.hex()
 
     with ThreadPoolExecutor(FINGERPRINT_THREADS) as threads:
         parts = sorted(threads.map(one, files))
-    return bytes(_core.blake3(canonical_json(parts))).hex()
+    return _core.blake3(canonical_json(parts)).hex()
 
 
 def engine_identity(

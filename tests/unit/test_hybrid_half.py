@@ -473,15 +473,15 @@ def test_keys_of_states_are_made_once_and_extended(bench: Bench) -> None:
     request = Request(150)
     tracked = bench.half._track(request)  # type: ignore[arg-type]
     request.block_hashes, rest = request.block_hashes[:4], request.block_hashes[4:]
-    bench.half._keys(tracked)
-    some = bench.half._state_keys(tracked, 0)
+    bench.half.keys.chunks(tracked)
+    some = bench.half.keys.states(tracked, 0)
     request.block_hashes = request.block_hashes + rest
-    every = bench.half._state_keys(tracked, 0)
+    every = bench.half.keys.states(tracked, 0)
     assert every[: len(some)] == some
     for begin in (1, 2, 5):
-        assert bench.half._state_keys(tracked, begin) == every[begin * KEY_BYTES :]
+        assert bench.half.keys.states(tracked, begin) == every[begin * KEY_BYTES :]
     for index in range(len(every) // KEY_BYTES):
         tokens = (index + 1) * UNIT
         kind = KIND_TAIL if tokens % BLOCK else KIND_STATE
         one = every[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-        assert one == bench.key(kind, tokens) == bench.half._state_key(tracked, tokens)
+        assert one == bench.key(kind, tokens) == bench.half.keys.state(tracked, tokens)

@@ -64,11 +64,12 @@ def stepping(module_places: dict[str, str]) -> Iterator[Engine]:
 def computed(cached: Engine, tokens: list[int], count: int = 8) -> Result:
     """An answer for which neither cache was asked, and which stores nothing over what is there."""
     cached.forget_gpu()
-    tracked, cached.half._keys = cached.half._keys, lambda _: b""
+    keys = cached.half.keys
+    chunks, keys.chunks = keys.chunks, lambda _: b""
     try:
         answer = cached.generate([tokens], count)[0]
     finally:
-        cached.half._keys = tracked
+        keys.chunks = chunks
     assert answer[2] == 0
     cached.forget_gpu()
     return answer
