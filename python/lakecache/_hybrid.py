@@ -233,11 +233,9 @@ class HybridSchedulerHalf(SchedulerHalf):
         tokens = int(request.num_prompt_tokens) - (not self._drops_block)
         return max(tokens // step * step - step * self._drops_block, 0)
 
-    def _save_limit(self, tracked: Tracked) -> int:
-        if self._config.save_decode:
-            return super()._save_limit(tracked)
+    def _prompt_end(self, request: Request) -> int:
         # Chunks behind the last state would have no reader.
-        return self._last_boundary(tracked.request) // self.block
+        return self._last_boundary(request)
 
     # Saves
 
@@ -388,15 +386,12 @@ class HybridSchedulerHalf(SchedulerHalf):
             return False
         there = self._cache.lookup(offer.key)[0]
         # Without its chunks, of which no more come once the request has ended, it has no use.
-        lost = offer.tracked.next_save < need and not self._still_saves(offer.tracked)
+        lost = offer.tracked.next_save < need and offer.tracked not in self.chunk_saver
         if not there and not lost and time.monotonic() - offer.since < PUT_OFF_SECONDS:
             return True
         self.counts["states_dropped"] += not there
         self.saves.unpin(offer.blocks)
         return False
-
-    def _still_saves(self, tracked: Tracked) -> bool:
-        return tracked.request.request_id in self._saving or tracked in self.backlog
 
     # The rest
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakecache._backlog import Backlog, is_late
+from lakecache._chunk_saver import ChunkSaver
 from lakecache._keys import RequestKeys
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
@@ -85,7 +85,6 @@ class SchedulerHalf:
         self.part_bytes: dict[int, int] = {}
         self.declined: str | None = None
         self._tracked: dict[str, Tracked] = {}
-        self._saving: dict[str, Tracked] = {}
         # Of the step before, which the GPU may still be computing.
         self._tokens_before = 0
         self._same_step = False
@@ -102,15 +101,16 @@ class SchedulerHalf:
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
             idents=self._idents.__next__, write_first=config.transfer == "sync",
         )  # fmt: skip
-        self.backlog = Backlog(
-            cache, self.saves, chunk=self.chunk, counts=self.counts,
-            chunk_bytes=lambda: self._bytes(KIND_CHUNK),
-        )  # fmt: skip
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache,
             chunk=self.chunk, counts=self.counts, unstable=unstable,
         )  # fmt: skip
         self.keys = RequestKeys(self.spaces, geometry)
+        self.chunk_saver = ChunkSaver(
+            cache, self.saves, self.keys, groups=groups.attention, geometry=geometry,
+            counts=self.counts, chunk_bytes=lambda: self._bytes(KIND_CHUNK),
+            save_decode=config.save_decode, prompt_end=self._prompt_end,
+        )  # fmt: skip
         self.policy: LoadPolicy | None = None
         if config.load_policy == "auto":
             self.policy = LoadPolicy.of(vllm_config, config)
@@ -264,9 +264,7 @@ class SchedulerHalf:
         choice, tracked.choice = tracked.choice, None
         if choice is not None:
             self.counts.update(choice.counters(self.chunk, loads=external > 0))
-        if tracked.next_save < 0 and not request.resumable:
-            self._saving[request.request_id] = tracked
-            self._settle_stored(tracked)
+        self.chunk_saver.begin(tracked)
 
     def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
         first, end = tracked.first, tracked.local + external
@@ -342,20 +340,9 @@ class SchedulerHalf:
         memory = min(tracked.in_memory, external)
         return memory, external - memory
 
-    def _settle_stored(self, tracked: Tracked) -> None:
-        """Begin saving behind the chunks that are stored already, and refresh those."""
-        keys = self.keys.chunks(tracked)[: self._save_limit(tracked) * KEY_BYTES]
-        tracked.next_save = tracked.pinned = 0
-        if keys:
-            tracked.next_save = tracked.pinned = self._cache.lookup(keys)[0]
-            if tracked.next_save and tracked.load is None:
-                self._cache.touch(keys[: tracked.next_save * KEY_BYTES])
-
-    def _save_limit(self, tracked: Tracked) -> int:
-        request = tracked.request
-        if self._config.save_decode:
-            return len(request.block_hashes) * self.unit // self.chunk
-        return int(request.num_prompt_tokens) // self.chunk
+    def _prompt_end(self, request: Request) -> int:
+        """Give up to which token the chunks of a prompt are worth saving."""
+        return int(request.num_prompt_tokens)
 
     # Each step
 
@@ -363,21 +350,17 @@ class SchedulerHalf:
         """Say what the workers do in this step."""
         self._plan = IDLE
         self.saves.planned += 1
-        tokens = output.total_num_scheduled_tokens
         if self.policy is not None:
             self.policy.step_planned(output)
-        tokens_before, self._tokens_before = self._tokens_before, tokens
+        tokens_before = self._tokens_before
+        self._tokens_before = output.total_num_scheduled_tokens
         short = self.short_of_blocks or self.unplaced
         self.short_of_blocks = self.unplaced = False
-        if not self._saving and not self.backlog and not self.loads.to_plan():
+        if not self.chunk_saver and not self.loads.to_plan():
             return IDLE
         plan = self._plan = StepPlan()
         self.loads.plan(plan)
-        if self.backlog and (most := self.backlog.allowed(tokens, tokens_before)):
-            for tracked in self.backlog.plan(plan, most, short=short):
-                self._stop_saving(tracked)
-        if self._saving:
-            plan.pinned = self._pin_computed(output)
+        self.chunk_saver.plan(plan, output, tokens_before, short=short)
         return plan if plan else IDLE
 
     def abandon_plan(self) -> StepPlan:
@@ -385,7 +368,7 @@ class SchedulerHalf:
         the workers must hear of it, as vLLM waits for the loads, and the stores hold blocks.
         """
         plan, self._plan = self._plan or StepPlan(), IDLE
-        self._stop_saving()
+        self.chunk_saver.stop_all()
         self.loads.fail_all()
         self.loads.tell(plan)
         return plan if plan else IDLE
@@ -401,53 +384,6 @@ class SchedulerHalf:
                 tables[group][begin // self.block + held : (begin + self.chunk) // self.block]
             )
         return ids.tobytes()
-
-    def _pin_computed(self, output: SchedulerOutput) -> bool:
-        """Pin the blocks of the chunks that this step completes; whether there are any."""
-        pinned = False
-        for request_id, tracked in list(self._saving.items()):
-            scheduled = output.num_scheduled_tokens.get(request_id)
-            if scheduled is None:
-                continue
-            request = tracked.request
-            computed = request.num_computed_tokens + scheduled
-            if self._config.save_decode:
-                settled = request.num_tokens - 1 - request.num_output_placeholders
-                computed = min(computed, max(settled, request.num_prompt_tokens))
-            else:
-                computed = min(computed, request.num_prompt_tokens)
-            ready = min(computed // self.chunk, self._save_limit(tracked))
-            if 0 <= tracked.pinned < ready:
-                pinned |= self._pin_chunks(tracked, ready, output)
-            finished = not self._config.save_decode and tracked.pinned >= self._save_limit(tracked)
-            if not finished and is_late(tracked.put_off):
-                finished = True
-                self.counts["stores_dropped"] += 1
-            if finished:
-                del self._saving[request_id]
-        return pinned
-
-    def _pin_chunks(self, tracked: Tracked, ready: int, output: SchedulerOutput) -> bool:
-        state = output.kv_connector_block_state
-        table = state.get_block_ids(tracked.request.request_id) if state is not None else None
-        if not self.keys.chunks(tracked) or table is None:
-            return False
-        tables = [table[group] for group in self._groups.attention]
-        pinned = self.backlog.pin(tracked, ready, tables, self.chunk // self.block)
-        if pinned:
-            # If it is not through, it goes on behind the others.
-            self._saving[tracked.request.request_id] = self._saving.pop(tracked.request.request_id)
-        return pinned
-
-    def _stop_saving(self, tracked: Tracked | None = None) -> None:
-        """Give up all chunks that are not on their way yet: a request's, or everybody's."""
-        if tracked is None:
-            self._saving.clear()
-            self.backlog.clear()
-            return
-        self.backlog.drop(tracked)
-        if self._saving.get(tracked.request.request_id) is tracked:
-            del self._saving[tracked.request.request_id]
 
     # What came back
 
@@ -487,8 +423,7 @@ class SchedulerHalf:
             if tracked is not None:
                 tracked.failures += 1
                 # It is computed now, so what turned out to be lost can be stored anew.
-                self.backlog.drop(tracked)
-                tracked.next_save = tracked.pinned = -1
+                self.chunk_saver.start_over(tracked)
         if load.lease is not None:
             load.lease.close()
         if self.policy is not None:
@@ -507,7 +442,7 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> None:
         """Forget a request. A load under way keeps its lease until the workers report it."""
         tracked = self._tracked.pop(request_id, None)
-        self._saving.pop(request_id, None)
+        self.chunk_saver.finished(request_id)
         if tracked is not None:
             self._drop_lease(tracked)
 
@@ -515,11 +450,11 @@ class SchedulerHalf:
 
     def pending_stores(self) -> bool:
         """Whether blocks are pinned for copies that the workers have not acknowledged."""
-        return bool(self.saves or self.backlog)
+        return bool(self.saves or self.chunk_saver.backlog)
 
     def pending_frees(self) -> bool:
         """Whether pins will soon go. Those that wait for room in the store may take seconds."""
-        return bool(self.saves) or self.backlog.moves()
+        return bool(self.saves) or self.chunk_saver.backlog.moves()
 
     def pending(self) -> bool:
         """Whether an acknowledgement of the workers is awaited that vLLM knows nothing of."""
@@ -532,7 +467,7 @@ class SchedulerHalf:
             # What these requests have computed so far may belong to the old weights.
             self.keys.forget(tracked)
             tracked.next_save = max(tracked.next_save, 0)
-        self._stop_saving()
+        self.chunk_saver.stop_all()
         self.loads.fail_all()
         self.spaces.reset()
         self.counts["resets"] += 1
@@ -556,8 +491,8 @@ class SchedulerHalf:
     def plan_rest(self) -> StepPlan:
         """Plan all that waits for slots and is of steps that came back: others may have failed."""
         plan = StepPlan()
-        self.backlog.clear(self.saves.ended)
-        self.backlog.plan(plan, sys.maxsize)
+        self.chunk_saver.backlog.clear(self.saves.ended)
+        self.chunk_saver.backlog.plan(plan, sys.maxsize)
         return plan
 
     def drained(self, report: WorkerReport | None) -> None:

@@ -532,7 +532,7 @@ class Engine(scheduler.Bench):
         assert pins <= BLOCKS
         living = {r.request_id for r in (*self.running, *self.waiting)}
         assert self.half._tracked.keys() <= living
-        assert self.half._saving.keys() <= living
+        assert self.half.chunk_saver._requests.keys() <= living
         if not self.half.pending_stores():
             assert pins == 0
         for name, count in self.half.counts.items():
@@ -569,7 +569,7 @@ class Engine(scheduler.Bench):
         return [
             *(["pinned slots"] if any(slot.pins for slot in slots) else []),
             *([f"{used} blocks in use"] if used else []),
-            *(["tracked"] if self.half._tracked or self.half._saving else []),
+            *(["tracked"] if self.half._tracked or self.half.chunk_saver._requests else []),
             *(["loads"] if self.half.loads._by_ident or self.half.loads._by_request else []),
             *(["stores"] if self.half.pending_stores() else []),
             *(["space for pins"] if self.half.saves.pinned_blocks else []),

@@ -100,7 +100,7 @@ def test_an_engine_that_ends_at_once_loses_nothing(places: dict[str, str]) -> No
     with engine(places) as first:
         sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         first.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        assert first.half.backlog
+        assert first.half.chunk_saver.backlog
         assert not first.half.saves
     with engine(places) as second:
         second.generate([tokens])
