@@ -124,11 +124,10 @@ class HybridSchedulerHalf(SchedulerHalf):
         chosen = self._choose_checkpoint(tracked, local, found)
         if chosen is None:
             return False
-        at, need, in_memory, state_in_memory = chosen
+        at, need, *_ = chosen
         state = states[at * KEY_BYTES : (at + 1) * KEY_BYTES]
         tracked.lease = self._cache.lease(chunks[: need * KEY_BYTES] + state)
         tracked.first = first
-        tracked.in_memory = in_memory + state_in_memory
         tracked.objects = need + 1
         tracked.end = local + (at + 1) * self.unit
         return True

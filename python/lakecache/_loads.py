@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lakecache._records import Load
@@ -24,10 +25,10 @@ class Loads:
     ranks have copied all of it. Its lease is held until then.
     """
 
-    def __init__(self, *, ranks: int, counts: Tally, idents: Callable[[], int]) -> None:
+    def __init__(self, *, ranks: int, counts: Tally) -> None:
         self._ranks = ranks
         self._counts = counts
-        self._idents = idents
+        self._idents = itertools.count(1)
         self._by_request: dict[str, Load] = {}
         self._by_ident: dict[int, Load] = {}
         self._within_step: dict[int, Tracked] = {}
@@ -50,7 +51,7 @@ class Loads:
     def start(self, tracked: Tracked, objects: Sequence[tuple[int, bytes]]) -> Load:
         """Begin to load the leading objects of the request's lease."""
         load = Load(
-            self._idents(), tracked.lease, objects,
+            next(self._idents), tracked.lease, objects,
             same_step=tracked.same_step, early=tracked.early,
         )  # fmt: skip
         load.lease.truncate(len(objects))
@@ -79,7 +80,7 @@ class Loads:
         load = self._by_request.get(request_id)
         if load is None:
             lease = None if tracked is None else tracked.lease
-            load = Load(self._idents(), lease, [(KIND_CHUNK, b"")])
+            load = Load(next(self._idents), lease, [(KIND_CHUNK, b"")])
             if tracked is not None:
                 tracked.lease, tracked.load = None, load
             self._begin(request_id, load)

@@ -79,7 +79,7 @@ class Tracked:
         "end",
         "failures",
         "first",
-        "in_memory",
+        "from_memory",
         "junction",
         "kept",
         "keys",
@@ -105,11 +105,12 @@ class Tracked:
         self.keys = b""
         self.lease: Any = None
         self.first = 0
-        self.in_memory = 0
         self.asked: float | None = None
         self.choice: Choice | None = None
         self.local = 0
         self.load: Load | None = None
+        # Tokens of the load that lie in memory.
+        self.from_memory = 0
         self.same_step = False
         self.early = False
         self.failures = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lakecache._records import Store
@@ -31,7 +32,6 @@ class Saves:
         ranks: int,
         num_blocks: int,
         counts: Tally,
-        idents: Callable[[], int],
         write_first: bool,
     ) -> None:
         """With `write_first`, a save ends only when the object is on disk (`transfer: sync`)."""
@@ -39,7 +39,7 @@ class Saves:
         self.ranks = ranks
         self.num_blocks = num_blocks
         self._counts = counts
-        self._idents = idents
+        self._idents = itertools.count(1)
         self._write_first = write_first
         self._jobs: dict[int, Store] = {}
         self._pool: BlockPool | None = None
@@ -88,7 +88,7 @@ class Saves:
         """Have the workers copy pinned blocks, computed in a step of this number, into a slot; the
         blocks are ours from here on.
         """
-        job = self._idents()
+        job = next(self._idents)
         self._jobs[job] = Store(*slot, blocks, step)
         plan.stores.append((job, shape, *slot, ids))
         self._counts["stores"] += 1

@@ -12,7 +12,6 @@ the step itself costs its request nothing: the GPU is at work meanwhile, or nobo
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import time
@@ -93,13 +92,12 @@ class SchedulerHalf:
         self.short_of_blocks = False
         self.unplaced = False
         self._plan = IDLE
-        self._idents = itertools.count(1)
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
-        self.loads = Loads(ranks=self.ranks, counts=self.counts, idents=self._idents.__next__)
+        self.loads = Loads(ranks=self.ranks, counts=self.counts)
         self.saves = Saves(
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
-            idents=self._idents.__next__, write_first=config.transfer == "sync",
+            write_first=config.transfer == "sync",
         )  # fmt: skip
         self.spaces = Namespaces(
             vllm_config, kv_cache_config, cache,
@@ -140,14 +138,12 @@ class SchedulerHalf:
         self.declined, self.spaces.ranks = reason, None
         log.warning("LakeCache does nothing in this engine: %s.", reason)
 
-    def ready(self) -> bool:
-        """Whether keys can be made yet."""
-        return self.spaces.of(None) is not None
-
     def wait_ready(self, timeout: float) -> bool:
-        """Wait for the weights' digest; for tests and tools, never called by the engine."""
+        """Wait for the weights' digest, and say whether keys can be made; for tests and tools,
+        never called by the engine.
+        """
         self.spaces.wait(timeout)
-        return self.ready()
+        return self.spaces.of(None) is not None
 
     # Lookup
 
@@ -171,7 +167,7 @@ class SchedulerHalf:
             return None, False
         if tracked.choice is not None and held < tracked.choice.taken:
             # Less than was hoped for.
-            tiers = bytes(tracked.lease.tiers())[:held]
+            tiers = tracked.lease.tiers()[:held]
             held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
             tracked.lease.truncate(held)
         end = min((first + held) * self.chunk, request.num_tokens - 1)
@@ -196,7 +192,7 @@ class SchedulerHalf:
         The objects are pinned, so the copies cannot fail, and the request need not wait for the
         engine to take notice of them.
         """
-        return self._alone() and not any(bytes(tracked.lease.tiers())[:objects])
+        return self._alone() and not any(tracked.lease.tiers()[:objects])
 
     def _alone(self) -> bool:
         return self._same_step and len(self._tracked) == 1 and not self.loads.between_steps()
@@ -213,7 +209,6 @@ class SchedulerHalf:
             return False
         tracked.lease = self._cache.lease(keys[first * KEY_BYTES : (first + present) * KEY_BYTES])
         tracked.first = first
-        tracked.in_memory = in_memory
         return True
 
     def _choose(self, tracked: Tracked, local: int, present: int, in_memory: int) -> int:
@@ -295,7 +290,7 @@ class SchedulerHalf:
         self._note_sources(tracked, external)
         load = self.loads.start(tracked, objects)
         if self.policy is not None:
-            memory, disk = self._bytes_by_tier(objects, bytes(lease.tiers()))
+            memory, disk = self._bytes_by_tier(objects, lease.tiers())
             self.policy.load_started(
                 load.ident, memory, disk, same_step=load.same_step, early=load.early
             )
@@ -315,29 +310,29 @@ class SchedulerHalf:
         """Have the workers report a load that cannot take place, so that vLLM computes it."""
         self.loads.fail(request_id, self._tracked.get(request_id))
 
-    def owes_this_step(self, request_id: str | None = None) -> bool:
-        """Whether a hit was answered as a load within the step: this request's, or any that the
-        workers have not been told of.
-        """
-        if request_id is None:
-            return self.loads.owed(self._plan)
+    def promised_this_step(self, request_id: str) -> bool:
+        """Whether this request's hit was answered as a load within the step."""
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.same_step
 
+    def owes_this_step(self) -> bool:
+        """Whether there is a load within the step that the workers have not been told of."""
+        return self.loads.owed(self._plan)
+
     def _note_sources(self, tracked: Tracked, external: int) -> None:
-        objects = tracked.lease.tiers()
-        chunks = bytes(objects)[: -(-(tracked.local + external) // self.chunk) - tracked.first]
-        disk = min((len(chunks) - chunks.count(0)) * self.chunk, external)
+        chunks = -(-(tracked.local + external) // self.chunk) - tracked.first
+        tiers = tracked.lease.tiers()[:chunks]
+        disk = min((len(tiers) - tiers.count(0)) * self.chunk, external)
         self.counts["loaded_tokens_disk"] += disk
         self.counts["loaded_tokens_memory"] += external - disk
-        tracked.in_memory = external - disk
+        tracked.from_memory = external - disk
 
     def sources(self, request: Request, external: int) -> tuple[int, int]:
         """Split a hit that was just allocated into (tokens from memory, tokens from disk)."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.load is None or tracked.load.failed:
             return 0, 0
-        memory = min(tracked.in_memory, external)
+        memory = min(tracked.from_memory, external)
         return memory, external - memory
 
     def _prompt_end(self, request: Request) -> int:

@@ -299,7 +299,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             self._failed("update_state_after_alloc")
             if num_external_tokens > 0:
-                if self.scheduler.owes_this_step(request.request_id):
+                if self.scheduler.promised_this_step(request.request_id):
                     raise
                 self.scheduler.fail_load(request.request_id)
 

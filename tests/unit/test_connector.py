@@ -33,7 +33,10 @@ class Broken:
     def fail_load(self, request_id: str) -> None:
         self.failed.append(request_id)
 
-    def owes_this_step(self, request_id: str | None = None) -> bool:
+    def owes_this_step(self) -> bool:
+        return self.owes
+
+    def promised_this_step(self, request_id: str) -> bool:
         return self.owes
 
     def __getattr__(self, name: str) -> Any:
