@@ -9,17 +9,17 @@ the step that computes it, and nobody writes to such a block again.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from lakecache._backlog import PUT_OFF_SECONDS
+from lakecache._boundaries import Boundaries
 from lakecache._metadata import IDLE, StepPlan
 from lakecache._policy import Choice, Hit
 from lakecache._scheduler import LOAD_ATTEMPTS, SchedulerHalf
-from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._state_saver import StateSaver
+from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,22 +44,6 @@ REUSED_MAX = 4096
 Candidate = tuple[int, int, int, bool]
 
 
-class Offer(NamedTuple):
-    """A state that vLLM handed over; its blocks are pinned until it is stored or given up."""
-
-    tracked: Tracked
-    boundary: int
-    kind: int
-    shape: int
-    key: bytes
-    parent: bytes | None
-    space: int
-    ids: bytes
-    blocks: list[Any]
-    step: int
-    since: float
-
-
 class HybridSchedulerHalf(SchedulerHalf):
     """See the module's text; what is not here is as with full attention."""
 
@@ -69,16 +53,14 @@ class HybridSchedulerHalf(SchedulerHalf):
         """Take what `SchedulerHalf` takes."""
         super().__init__(vllm_config, *args, geometry=geometry, **kwargs)
         self._shape_at = geometry.state_shape
-        # States to be stored, and those that wait for a plan to have the workers note first where
-        # the work ends that made them.
-        self._offers: list[Offer] = []
-        self._new_offers: list[Offer] = []
-        # Keys of the states on their way, by job.
-        self._state_jobs: dict[int, bytes] = {}
         # States that were hit, and junctions: more than one prompt continues them.
         self._reused: OrderedDict[bytes, None] = OrderedDict()
-        speculative = vllm_config.speculative_config
-        self._drops_block = speculative is not None and speculative.use_eagle_block_drop()
+        self.boundaries = Boundaries(vllm_config, geometry)
+        self.state_saver = StateSaver(
+            self._cache, self.saves, self.chunk_saver, self.keys, self.boundaries,
+            groups=self._groups, geometry=geometry, counts=self.counts, config=self._config,
+            object_bytes=self._bytes, note_reused=self._note_reused,
+        )  # fmt: skip
 
     # Lookup
 
@@ -140,8 +122,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         deepest = local + (found[0][0] + 1) * self.unit if found else local
         parts = local // self.block * self.block + self._cache.lookup(chunks)[0] * self.block
         # From its last block boundary on, the prompt has states anyway.
-        last = self._last_boundary(tracked.request) // self.block * self.block
-        return parts if deepest < parts < last else 0
+        return parts if deepest < parts < self.boundaries.last_block(tracked.request) else 0
 
     def _choose_checkpoint(
         self, tracked: Tracked, local: int, found: list[Candidate]
@@ -163,19 +144,12 @@ class HybridSchedulerHalf(SchedulerHalf):
             number = self.policy.decide(
                 Hit(
                     tracked.request.num_tokens, local, ends[::-1], memory[::-1], disk[::-1],
-                    same_step=self._alone(), stops=partial(self._stops, tracked.request),
+                    same_step=self._alone(), stops=partial(self.boundaries.stops, tracked.request),
                 )
             )  # fmt: skip
             tracked.choice = Choice(local, blocks[0], blocks[-number] if number else 0)
         taken = 0 if tracked.choice is None else tracked.choice.taken
         return next((one for one, size in zip(found, blocks, strict=True) if size == taken), None)
-
-    def _stops(self, request: Request, begin: int) -> list[int]:
-        """Give where vLLM ends a step to have a state there, if it computes from token `begin` on:
-        at the next block boundary, at the prompt's last one, and at its deepest boundary of all.
-        """
-        last = self._last_boundary(request)
-        return sorted({-(-begin // self.block) * self.block, last // self.block * self.block, last})
 
     # Allocation
 
@@ -216,7 +190,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         chunks = tracked.keys[: end // self.block * KEY_BYTES]
         # A state that is about to be continued by a deeper one may not be read again: it keeps its
         # age, until a second hit shows that several prompts continue it.
-        again = key in self._reused or self._last_boundary(tracked.request) <= end
+        again = key in self._reused or self.boundaries.last(tracked.request) <= end
         self._cache.touch(chunks + key if again else chunks)
         self._note_reused(key)
 
@@ -226,15 +200,9 @@ class HybridSchedulerHalf(SchedulerHalf):
         if len(self._reused) > REUSED_MAX:
             self._reused.popitem(last=False)
 
-    def _last_boundary(self, request: Request) -> int:
-        """Give the deepest boundary of the prompt at which vLLM makes a state."""
-        step = self.unit
-        tokens = int(request.num_prompt_tokens) - (not self._drops_block)
-        return max(tokens // step * step - step * self._drops_block, 0)
-
     def _prompt_end(self, request: Request) -> int:
         # Chunks behind the last state would have no reader.
-        return self._last_boundary(request)
+        return self.boundaries.last(request)
 
     # Saves
 
@@ -243,45 +211,25 @@ class HybridSchedulerHalf(SchedulerHalf):
         plan = super().plan_step(output)
         tables = output.kv_connector_block_state
         offered = {} if tables is None else tables.boundary_state_offloads
-        if not offered and not self._offers and not self._new_offers:
+        if not offered and not self.state_saver:
             return plan
         # Where planning fails from here on, the workers are told of all that is in it.
         plan = self._plan = plan or StepPlan()
-        self._store_states(plan)
+        self.state_saver.plan(plan)
         for request_id, entries in offered.items():
             tracked = self._tracked.get(request_id)
-            table = None if tables is None else tables.get_block_ids(request_id)
+            table = tables.get_block_ids(request_id)
             if tracked is not None and table is not None:
-                self._take_offers(tracked, entries, table)
-        if self._new_offers:
-            plan.pinned = True
-            self._offers += self._new_offers
-            self._new_offers = []
+                self.state_saver.take(tracked, entries, table)
+        self.state_saver.mark(plan)
         return plan if plan else IDLE
 
     def plan_rest(self) -> StepPlan:
         """See `SchedulerHalf.plan_rest`."""
         plan = super().plan_rest()
-        offers = self._offers + self._new_offers
-        self._offers, self._new_offers = [], []
-        for offer in offers:
-            if offer.step > self.saves.ended:
-                self.saves.unpin(offer.blocks)
-            else:
-                self._offers.append(offer)
-        self._store_states(plan)
+        self.state_saver.clear(self.saves.ended)
+        self.state_saver.plan(plan)
         return plan
-
-    def _store_states(self, plan: StepPlan) -> None:
-        for _ in range(len(self._offers)):
-            offer = self._offers.pop(0)
-            try:
-                waits = self._store_state(plan, offer)
-            except Exception:
-                self.saves.unpin(offer.blocks)
-                raise
-            if waits:
-                self._offers.append(offer)
 
     def finished_tail(
         self,
@@ -292,117 +240,16 @@ class HybridSchedulerHalf(SchedulerHalf):
         """Take the state of a request that ends; it is stored in a later step."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
-            self._take_offers(tracked, entries, table)
-
-    def _take_offers(
-        self,
-        tracked: Tracked,
-        entries: Sequence[tuple[int, int, int]],
-        table: Sequence[Sequence[int]],
-    ) -> None:
-        boundaries: dict[int, dict[int, int]] = {}
-        for group, block, boundary in entries:
-            boundaries.setdefault(boundary, {})[group] = block
-        for boundary in sorted(boundaries):
-            blocks = [boundaries[boundary].get(group, 0) for group in self._groups.states]
-            if all(blocks) and self._admits(tracked, boundary):
-                self._pin_offer(tracked, boundary, blocks, table)
-
-    def _admits(self, tracked: Tracked, boundary: int) -> bool:
-        """Whether a state is worth its bytes: the last of the prompt, a junction, or far enough
-        from the one before.
-        """
-        request = tracked.request
-        if boundary % self.unit or boundary <= 0:
-            return False
-        if boundary > request.num_prompt_tokens and not self._config.save_decode:
-            return False
-        if boundary >= self._last_boundary(request) or self._is_junction(request, boundary):
-            return True
-        apart = self._config.checkpoint_tokens
-        return apart is not None and boundary - tracked.kept >= apart
-
-    def _is_junction(self, request: Request, boundary: int) -> bool:
-        """Whether vLLM saw another prompt part from this one here, or within the next block."""
-        return boundary in {
-            request.shared_prefix_boundary,
-            request.shared_prefix_boundary // self.block * self.block,
-        }
-
-    def _pin_offer(
-        self,
-        tracked: Tracked,
-        boundary: int,
-        blocks: list[int],
-        table: Sequence[Sequence[int]],
-    ) -> None:
-        keys, full = self.keys.chunks(tracked), boundary // self.block
-        key = self.keys.state(tracked, boundary)
-        saving = {job: key for job, key in self._state_jobs.items() if job in self.saves}
-        self._state_jobs = saving
-        if not key or tracked.space is None or key in saving.values():
-            return
-        if any(offer.key == key for offer in (*self._offers, *self._new_offers)):
-            return
-        kind, ids = KIND_STATE, blocks
-        if boundary % self.block:
-            kind = KIND_TAIL
-            ids = blocks + [next(iter(table[group][full:]), 0) for group in self._groups.attention]
-        junction = self._is_junction(tracked.request, boundary)
-        if junction:
-            self._note_reused(key)
-        tracked.kept = max(tracked.kept, boundary)
-        if self._cache.lookup(key)[0]:
-            # It was just loaded, or computed again.
-            return
-        if not all(ids) or not self.saves.room_for(len(ids)):
-            self.counts["states_dropped"] += 1
-            return
-        self._new_offers.append(
-            Offer(
-                tracked, boundary, kind, self._shape_at(boundary), key,
-                keys[(full - 1) * KEY_BYTES : full * KEY_BYTES] if full else None,
-                tracked.space.number, array("i", ids).tobytes(), self.saves.pin(ids),
-                self.saves.planned, time.monotonic(),
-            )
-        )  # fmt: skip
-
-    def _store_state(self, plan: StepPlan, offer: Offer) -> bool:
-        """Begin to store a state, or give it up; whether it waits for the next step instead."""
-        need = offer.boundary // self.block
-        slot = None
-        if offer.tracked.next_save >= need:
-            slot = self._cache.reserve(
-                offer.space, offer.key, offer.kind, offer.parent,
-                # Deeper than its last chunk, which an eviction must find behind it.
-                0, offer.boundary,
-                self.ranks, self._bytes(offer.shape),
-            )  # fmt: skip
-        if slot is not None:
-            job = self.saves.start(plan, offer.shape, slot, offer.ids, offer.blocks, offer.step)
-            self._state_jobs[job] = offer.key
-            self.counts["states"] += 1
-            return False
-        there = self._cache.lookup(offer.key)[0]
-        # Without its chunks, of which no more come once the request has ended, it has no use.
-        lost = offer.tracked.next_save < need and offer.tracked not in self.chunk_saver
-        if not there and not lost and time.monotonic() - offer.since < PUT_OFF_SECONDS:
-            return True
-        self.counts["states_dropped"] += not there
-        self.saves.unpin(offer.blocks)
-        return False
+            self.state_saver.take(tracked, entries, table)
 
     # The rest
 
     def pending_stores(self) -> bool:
         """See `SchedulerHalf.pending_stores`."""
-        return super().pending_stores() or bool(self._offers or self._new_offers)
+        return super().pending_stores() or bool(self.state_saver)
 
     def reset(self) -> bool:
         """See `SchedulerHalf.reset`."""
-        for offer in (*self._offers, *self._new_offers):
-            self.saves.unpin(offer.blocks)
-        self._offers.clear()
-        self._new_offers.clear()
+        self.state_saver.clear()
         self._reused.clear()
         return super().reset()

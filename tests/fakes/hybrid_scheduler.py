@@ -80,7 +80,7 @@ class Bench(scheduler.Bench):
         return answer[0] or 0
 
     def leaks(self) -> list[str]:
-        return super().leaks() + (["offers"] if self.half._offers or self.half._new_offers else [])
+        return super().leaks() + (["offers"] if self.half.state_saver else [])
 
     def key(self, kind: int, tokens: int) -> bytes:
         space = self.half.spaces.of(None)

@@ -19,7 +19,7 @@ import pytest
 from fakes import core as fake
 from fakes import scheduler
 from fakes.faulty import BLOCKS, Block, BlockPool, FaultyCache
-from lakecache import _backlog, _hybrid, _loads, _records, _scheduler
+from lakecache import _backlog, _loads, _records, _scheduler, _state_saver
 from lakecache._metadata import WorkerReport
 from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache.connector import LakeCacheConnector
@@ -64,7 +64,7 @@ class Engine(scheduler.Bench):
         self.random = random.Random(seed)
         self.now = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (_backlog, _hybrid, _loads, _records, _scheduler):
+        for module in (_backlog, _loads, _records, _scheduler, _state_saver):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(fake, "Cache", FaultyCache)
         FaultyCache.random = self.random

@@ -234,7 +234,7 @@ def test_states_of_answers_are_not_kept(make: Callable[..., Bench]) -> None:
 
 
 def test_with_a_drafter_the_last_boundary_is_a_unit_earlier(bench: Bench) -> None:
-    bench.half._drops_block = True
+    bench.half.boundaries.drops_block = True
     assert bench.store(90, 64) == [KIND_CHUNK, KIND_CHUNK, KIND_STATE]
     assert bench.hit(90) == 64
 

@@ -112,7 +112,7 @@ class HybridEngine(Engine):
                 block.content[-1] = self.state_piece(request, kept[0], group)
 
     def leaks(self) -> list[str]:
-        return super().leaks() + (["offers"] if self.half._offers or self.half._new_offers else [])
+        return super().leaks() + (["offers"] if self.half.state_saver else [])
 
 
 class CutEngine(HybridEngine):

@@ -166,7 +166,7 @@ def test_abort_leaks_nothing(cached: Engine) -> None:
         cached.settle()
         assert not cached.half._tracked
         assert not cached.half.loads.between_steps()
-        assert not cached.half._offers
+        assert not cached.half.state_saver
         assert not cached.core.scheduler.requests
     cached.forget_gpu()
     assert difference(want, one(cached, long)) == 0

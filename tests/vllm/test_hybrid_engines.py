@@ -105,7 +105,7 @@ def test_preemption(places: dict[str, str]) -> None:
         assert preemptions
         assert tight.connector.errors == 0
         assert not tight.half._tracked
-        assert not tight.half._offers
+        assert not tight.half.state_saver
         for tokens in prompts:
             tight.forget_gpu()
             got = one(tight, tokens)
