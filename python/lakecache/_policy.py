@@ -17,23 +17,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from lakecache._estimates import (
-    CHANGED,
-    PrefillModel,
-    Sample,
-    StepClock,
-    TierModel,
-    probe_disk,
-)
+from lakecache._estimates import PrefillModel, StepClock, TierModel
+from lakecache._estimates_file import EstimatesFile
+from lakecache._fit import CHANGED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,19 +38,11 @@ log = logging.getLogger("vllm.lakecache")
 # Loads of so many bytes take as long to be noticed, or to begin, as to be copied: some
 # milliseconds, at tens of GB/s from memory and at one or a few from disk.
 MEMORY_BALANCE, DISK_BALANCE = 64 << 20, 4 << 20
-FILE = "estimates.json"
-VERSION = 1
 # A tier that was not used for this long is tried again if that costs next to nothing.
 RETRY_SECONDS = 60.0
 RETRY_LOSS = 0.02
 # A failed load that took this long says how slow its tier is.
 FAILED_SECONDS = 1.0
-# A disk that was refused, and not read, for this long is read once in the background.
-PROBE_AGAIN_SECONDS, PROBE_SELDOM_SECONDS = 120.0, 3600.0
-# A larger file holds no estimates.
-FILE_BYTES_MAX = 1 << 20
-# Estimates are written after this long, then twice as long, up to the last.
-FIRST_SAVE_SECONDS, SAVE_SECONDS = 5.0, 60.0
 
 
 class Hit(NamedTuple):
@@ -116,19 +99,6 @@ class Underway(NamedTuple):
     predicted: float
 
 
-class Saved(msgspec.Struct, forbid_unknown_fields=True):
-    """The file of estimates. `estimates` is for people; the measurements are what is read."""
-
-    version: int
-    engine: str
-    estimates: dict[str, Any]
-    prefill: list[Sample]
-    memory: list[Sample]
-    step: list[Sample]
-    disk: list[Sample]
-    probed: Annotated[float, msgspec.Meta(ge=1)] | None = None
-
-
 class LoadPolicy:
     """Estimates and decisions of one engine. All methods are for the scheduler's thread alone."""
 
@@ -140,19 +110,12 @@ class LoadPolicy:
         # Memory, by loads within a step: without the engine's steps until a load is noticed.
         self.step = TierModel(MEMORY_BALANCE)
         self.clock = StepClock(self.prefill, self.step)
-        self._engine = engine
+        self.file = EstimatesFile(
+            self.prefill, self.memory, self.step, self.disk, engine=engine, explain=self.explain
+        )
         self._loads: dict[int, Underway] = {}
         self._last: dict[str, Any] = {}
-        self._path: Path | None = None
-        self._thread: threading.Thread | None = None
-        self._found: Saved | None = None
-        self._probe: float | None = None
-        self._refused_disk = False
-        self._probe_after = PROBE_AGAIN_SECONDS
-        self._began = self._probed_at = time.monotonic()
-        self._save_after = FIRST_SAVE_SECONDS
-        self._saved_at = self._probed_at
-        self._saved_count = 0
+        self._began = time.monotonic()
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: CacheConfig) -> LoadPolicy:
@@ -168,7 +131,7 @@ class LoadPolicy:
 
     def decide(self, hit: Hit) -> int:
         """Give the number of the candidate to load, counted from 1; 0 is to compute everything."""
-        self._adopt()
+        self.file.adopt()
         compute = self.prefill.seconds(hit.local, hit.tokens, hit.stops(hit.local))
         if compute is None:
             return len(hit.ends)
@@ -183,7 +146,7 @@ class LoadPolicy:
         chosen = best
         if best < len(hit.ends):
             chosen = self._retry(hit, times, best)
-            self._refused_disk |= hit.disk[-1] > (hit.disk[chosen - 1] if chosen else 0)
+            self.file.refused_disk |= hit.disk[-1] > (hit.disk[chosen - 1] if chosen else 0)
         self._last = {
             "tokens": hit.tokens, "local": hit.local, "ends": list(hit.ends), "chosen": chosen,
             "milliseconds": [round(seconds * 1e3, 3) for seconds in times],
@@ -261,7 +224,7 @@ class LoadPolicy:
         """Note that the oldest planned step is over; now and then keep the estimates."""
         now = self.clock.ended()
         if now is not None:
-            self._tick(now)
+            self.file.tick(now)
 
     def load_started(
         self, ident: int, memory: int, disk: int, *, same_step: bool = False, early: bool = False
@@ -312,114 +275,6 @@ class LoadPolicy:
             seconds = max(seconds - part, seconds / 8)
         self.disk.measured(load.disk + load.before_disk, seconds, now)
 
-    # Keeping
-
-    def keep_in(self, cache_dir: Path, namespace: str) -> None:
-        """Keep estimates beside a namespace's objects: read them in the background, or probe."""
-        if self._path is None:
-            self._path = cache_dir / namespace / FILE
-            self._start(self._read, self._path)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for what runs in the background; for tests and tools."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        self._adopt()
-
-    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run one thing in the background; the caller knows that nothing else is running."""
-        self._thread = threading.Thread(
-            target=work, args=arguments, name="lakecache-estimates", daemon=True
-        )
-        self._thread.start()
-
-    def _read(self, path: Path) -> None:
-        try:
-            saved = msgspec.json.decode(_read_small(path), type=Saved)
-            if (saved.version, saved.engine) == (VERSION, self._engine):
-                self._found = saved
-                if len(saved.disk) or saved.probed:
-                    return
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, RecursionError) as error:
-            log.info("LakeCache begins without estimates: %s: %s", path, error)
-        self._measure(path)
-
-    def _measure(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            self._probe = probe_disk(path.parent.parent)
-
-    def _adopt(self) -> None:
-        """Take over what the background has found."""
-        found, self._found = self._found, None
-        if found is not None:
-            try:
-                for fit, samples in (
-                    (self.prefill.fit, found.prefill),
-                    (self.memory.fit, found.memory),
-                    (self.step.fit, found.step),
-                    (self.disk.fit, found.disk),
-                ):
-                    newer = fit.samples()
-                    fit.clear()
-                    fit.restore([*samples, *newer])
-                self.disk.probed = found.probed
-            except ValueError as error:
-                log.info("LakeCache begins without estimates: %s: %s", self._path, error)
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            self.disk.probed = probe
-            costs = self.disk.costs()
-            if costs is not None and probe * costs[1] > CHANGED:
-                self.disk.fit.clear()
-
-    def _tick(self, now: float) -> None:
-        """Read the disk again or write the estimates, where it is time for one of them."""
-        if self._path is None or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._adopt()
-        idle = now - max(self._probed_at, self.disk.measured_at)
-        if idle > self._probe_after and (self._refused_disk or self.disk.costs() is None):
-            # Should a read look faster than loads ever are, few loads are lost on it.
-            self._refused_disk, self._probed_at = False, now
-            self._probe_after = min(2 * self._probe_after, PROBE_SELDOM_SECONDS)
-            self._start(self._measure, self._path)
-        elif now - self._saved_at > self._save_after and self._count() != self._saved_count:
-            self._saved_at = now
-            self._save_after = min(2 * self._save_after, SAVE_SECONDS)
-            self._start(self._write, *self._snapshot())
-
-    def _count(self) -> int:
-        tiers = self.memory, self.step, self.disk
-        return self.prefill.fit.count + sum(tier.fit.count for tier in tiers)
-
-    def _snapshot(self) -> tuple[Path, Saved]:
-        assert self._path is not None
-        self._saved_count = self._count()
-        return self._path, Saved(
-            VERSION, self._engine, self.explain(), self.prefill.fit.samples(),
-            self.memory.fit.samples(), self.step.fit.samples(), self.disk.fit.samples(),
-            self.disk.probed,
-        )  # fmt: skip
-
-    def _write(self, path: Path, saved: Saved) -> None:
-        # Swept with other unfinished files, should we be killed.
-        temporary = path.with_name(f".{FILE}.{os.getpid()}.tmp")
-        try:
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
-            temporary.replace(path)
-        except OSError as error:
-            # The directory comes with the first stored object.
-            log.debug("LakeCache could not keep its estimates: %s", error)
-
-    def close(self) -> None:
-        """Keep the estimates."""
-        self.wait(1.0)
-        if self._path is not None and self._count():
-            self._write(*self._snapshot())
-
     def explain(self) -> dict[str, Any]:
         """Give the current estimates and the last decision, in units for people."""
         step, token, pair, decode = self.prefill.fit.costs()
@@ -444,18 +299,6 @@ class LoadPolicy:
         told["disk"]["probed_gb_per_s"] = self.disk.probed and self.disk.probed / 1e9
         told["last"] = dict(self._last)
         return told
-
-
-def _read_small(path: Path) -> bytes:
-    """Read a file of ours; ValueError for what cannot be one."""
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(opened, "rb") as file:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise ValueError("no regular file")
-        data = file.read(FILE_BYTES_MAX + 1)
-    if len(data) > FILE_BYTES_MAX:
-        raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
-    return data
 
 
 def _engine_name(*settings: str) -> str:

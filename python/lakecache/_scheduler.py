@@ -113,7 +113,7 @@ class SchedulerHalf:
         if config.load_policy == "auto":
             self.policy = LoadPolicy.of(vllm_config, config)
             if config.cache_dir and not unstable:
-                self.spaces.when_known = partial(self.policy.keep_in, Path(config.cache_dir))
+                self.spaces.when_known = partial(self.policy.file.keep_in, Path(config.cache_dir))
 
     # Start-up
 
@@ -502,6 +502,6 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             self._drop_lease(tracked)
         if self.policy is not None:
-            self.policy.close()
+            self.policy.file.close()
         self._cache.flush(DRAIN_SECONDS)
         self._cache.close()

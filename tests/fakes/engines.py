@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lakecache import _estimates, _policy
+from lakecache import _estimates, _estimates_file, _policy
 from lakecache._policy import LoadPolicy
 
 TOKEN_BYTES = 114_688
@@ -24,8 +24,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         fake = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(_policy, "time", fake)
-        monkeypatch.setattr(_estimates, "time", fake)
+        for module in (_policy, _estimates, _estimates_file):
+            monkeypatch.setattr(module, "time", fake)
 
 
 def fast_gpu(tokens: float, pairs: float, decoding: int = 0) -> float:

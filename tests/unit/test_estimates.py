@@ -20,8 +20,10 @@ from fakes.engines import (
     slow_cpu,
     step,
 )
-from lakecache import _estimates
-from lakecache._estimates import Fit, StepClock, probe_disk
+from lakecache import _estimates, _fit
+from lakecache._estimates import StepClock
+from lakecache._fit import Fit
+from lakecache._probe import probe_disk
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_many_sizes_need_little_memory() -> None:
     fit = Fit((1, 1 << 10))
     for number in range(2000):
         fit.add((1 << (number % 12), 1 << (number % 37)), 0.1)
-    assert len(fit.samples()) <= _estimates.CLASSES * _estimates.KEPT_PER_CLASS
+    assert len(fit.samples()) <= _fit.CLASSES * _fit.KEPT_PER_CLASS
 
 
 # Steps

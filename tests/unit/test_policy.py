@@ -22,8 +22,8 @@ from fakes.engines import (
     slow_cpu,
     step,
 )
-from lakecache import _policy
-from lakecache._estimates import Fit
+from lakecache import _estimates_file, _policy
+from lakecache._fit import Fit
 from lakecache._policy import Choice, Hit, LoadPolicy
 
 
@@ -372,17 +372,17 @@ def test_a_refused_disk_is_read_again_in_the_background(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speeds = [2e9, 2e9, 40e9]
-    monkeypatch.setattr(_policy, "probe_disk", lambda _: speeds.pop(0))
+    monkeypatch.setattr(_estimates_file, "probe_disk", lambda _: speeds.pop(0))
     engine = Engine(clock)
-    engine.policy.keep_in(tmp_path, "ns")
-    engine.policy.wait(10)
+    engine.policy.file.keep_in(tmp_path, "ns")
+    engine.policy.file.wait(10)
     assert engine.policy.disk.probed == 2e9
     engine.learn()
     for left in (1, 0):
         assert engine.chunks(8192, memory=0, disk=32) == 0
-        clock.now += 2 * _policy.PROBE_AGAIN_SECONDS + 1
+        clock.now += 2 * _estimates_file.PROBE_AGAIN_SECONDS + 1
         engine.prefill(8192)
-        engine.policy.wait(10)
+        engine.policy.file.wait(10)
         assert len(speeds) == left
     assert engine.chunks(8192, memory=0, disk=32) == 32
 
@@ -392,8 +392,8 @@ def test_a_refused_disk_is_read_again_in_the_background(
 
 def keep(directory: Path, clock: Clock, engine: Engine | None = None) -> LoadPolicy:
     policy = LoadPolicy(step_tokens=8192, engine="simulated") if engine is None else engine.policy
-    policy.keep_in(directory.parent, directory.name)
-    policy.wait(10)
+    policy.file.keep_in(directory.parent, directory.name)
+    policy.file.wait(10)
     return policy
 
 
@@ -401,7 +401,7 @@ def test_estimates_are_kept_and_found_again(clock: Clock, tmp_path: Path) -> Non
     engine = Engine(clock)
     keep(tmp_path, clock, engine)
     engine.learn()
-    engine.policy.close()
+    engine.policy.file.close()
     again = keep(tmp_path, clock)
     assert again.prefill.seconds(0, 8192) == pytest.approx(0.036, rel=0.1)
     assert again.memory.costs() == pytest.approx(engine.policy.memory.costs(), rel=0.05)
@@ -414,9 +414,9 @@ def test_estimates_are_kept_while_the_engine_runs(clock: Clock, tmp_path: Path) 
     engine = Engine(clock)
     keep(tmp_path, clock, engine)
     engine.prefill(8192)
-    clock.now += _policy.SAVE_SECONDS
+    clock.now += _estimates_file.SAVE_SECONDS
     engine.prefill(8192)
-    engine.policy.wait(10)
+    engine.policy.file.wait(10)
     assert keep(tmp_path, clock).prefill.fit.count > 0
 
 
@@ -424,10 +424,10 @@ def test_estimates_of_another_engine_are_not_used(clock: Clock, tmp_path: Path) 
     engine = Engine(clock)
     keep(tmp_path, clock, engine)
     engine.learn()
-    engine.policy.close()
+    engine.policy.file.close()
     other = LoadPolicy(step_tokens=8192, engine="another")
-    other.keep_in(tmp_path.parent, tmp_path.name)
-    other.wait(10)
+    other.file.keep_in(tmp_path.parent, tmp_path.name)
+    other.file.wait(10)
     assert other.prefill.fit.count == 0
 
 
@@ -444,7 +444,7 @@ def test_estimates_of_another_engine_are_not_used(clock: Clock, tmp_path: Path) 
         lambda text: json.dumps({**json.loads(text), "probed": 0}),
         lambda text: json.dumps({**json.loads(text), "probed": -1e9}),
         lambda text: text.replace('"estimates": {', '"estimates": {"x": ' + "[" * 100_000),
-        lambda text: text + " " * _policy.FILE_BYTES_MAX,
+        lambda text: text + " " * _estimates_file.FILE_BYTES_MAX,
         lambda text: "\0\xff",
     ],
 )
@@ -454,7 +454,7 @@ def test_a_damaged_file_is_no_file(
     engine = Engine(clock)
     keep(tmp_path, clock, engine)
     engine.learn()
-    engine.policy.close()
+    engine.policy.file.close()
     file = tmp_path / "estimates.json"
     file.write_text(damage(file.read_text()))
     again = keep(tmp_path, clock)
@@ -468,9 +468,9 @@ def test_what_is_no_file_is_not_waited_for(
 ) -> None:
     in_its_place(tmp_path / "estimates.json")
     policy = keep(tmp_path, clock)
-    assert policy._thread is not None
-    assert not policy._thread.is_alive()
-    policy.close()
+    assert policy.file._thread is not None
+    assert not policy.file._thread.is_alive()
+    policy.file.close()
 
 
 def test_an_unfinished_file_of_estimates_is_swept_like_others(
@@ -480,7 +480,7 @@ def test_an_unfinished_file_of_estimates_is_swept_like_others(
     keep(tmp_path, clock, engine)
     engine.learn()
     monkeypatch.setattr(Path, "replace", lambda *_: None)  # killed before
-    engine.policy.close()
+    engine.policy.file.close()
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == 1
     # What the core takes for a temporary.
@@ -492,7 +492,7 @@ def test_a_directory_that_is_not_there_is_no_error(clock: Clock, tmp_path: Path)
     engine = Engine(clock)
     keep(tmp_path / "missing" / "namespace", clock, engine)
     engine.learn()
-    engine.policy.close()
+    engine.policy.file.close()
 
 
 # In the scheduler half

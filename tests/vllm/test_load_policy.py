@@ -33,7 +33,7 @@ def test_a_slow_disk_is_declined(places: dict[str, str]) -> None:
     saved["disk"] = [[[1, size], size / MEGABYTE] for size in (MEGABYTE, 4 * MEGABYTE)] * 3
     path.write_text(json.dumps(saved))
     with engine(auto) as second:
-        second.half.policy.wait(10)
+        second.half.policy.file.wait(10)
         assert second.half.explain()["disk"]["measured"] == 6
         second.forget_memory()
         declined = second.generate([tokens])[0]
