@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lakecache._support import KEY_BYTES, KIND_CHUNK
+from lakecache._objects import KEY_BYTES, KIND_CHUNK
 
 if TYPE_CHECKING:
     from lakecache._metadata import StepPlan, Tally

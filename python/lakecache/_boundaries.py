@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from lakecache._support import Geometry
+    from lakecache._objects import Geometry
 
 __all__ = ["Boundaries"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lakecache._backlog import Backlog, is_late
-from lakecache._support import KEY_BYTES, Geometry
+from lakecache._objects import KEY_BYTES, Geometry
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

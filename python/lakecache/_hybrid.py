@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lakecache._boundaries import Boundaries
 from lakecache._metadata import IDLE, StepPlan
+from lakecache._objects import KEY_BYTES, KIND_CHUNK, KIND_STATE, Geometry
 from lakecache._policy import Choice, Hit
 from lakecache._scheduler import LOAD_ATTEMPTS, SchedulerHalf
 from lakecache._state_saver import StateSaver
-from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

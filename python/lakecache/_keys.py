@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._objects import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 if TYPE_CHECKING:
     from lakecache._records import Tracked

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lakecache._objects import KIND_CHUNK
 from lakecache._records import Load
-from lakecache._support import KIND_CHUNK
 
 if TYPE_CHECKING:
     from lakecache._metadata import StepPlan, Tally

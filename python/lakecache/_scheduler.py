@@ -24,11 +24,11 @@ from lakecache._chunk_saver import ChunkSaver
 from lakecache._keys import RequestKeys
 from lakecache._loads import Loads
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, WorkerReport
+from lakecache._objects import KEY_BYTES, KIND_CHUNK, Geometry
 from lakecache._policy import LoadPolicy
 from lakecache._records import Tracked
 from lakecache._saves import Saves
 from lakecache._spaces import Namespaces
-from lakecache._support import KEY_BYTES, KIND_CHUNK, Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

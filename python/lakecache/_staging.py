@@ -12,7 +12,8 @@ import torch
 
 from lakecache import _kernels
 from lakecache._cuda import HostRegistration, copy_async
-from lakecache.transfer import ARRIVAL_SECONDS, FILLING, READY
+from lakecache._objects import FILLING, READY
+from lakecache.transfer import ARRIVAL_SECONDS
 
 if TYPE_CHECKING:
     from lakecache._pages import ObjectShape

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lakecache._backlog import PUT_OFF_SECONDS
-from lakecache._support import KEY_BYTES, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._objects import KEY_BYTES, KIND_STATE, KIND_TAIL, Geometry
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lakecache._buffers import bytes_of, flat, is_on_device
+from lakecache._objects import FILLING, GONE, READY
 from lakecache.errors import ConfigError, DeadlineError, LeaseLostError
 
 if TYPE_CHECKING:
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
     from lakecache import _core
     from lakecache._buffers import DeviceAccess
 
-__all__ = ["FILLING", "GONE", "READY", "StoreLease", "held_prefix", "held_runs", "wait_for"]
+__all__ = ["StoreLease", "held_prefix", "held_runs", "wait_for"]
 
-# States of a slot.
-FILLING, READY, GONE = 0, 1, 2
 # Waits sleep this long between looks, growing: the first looks catch what is nearly done.
 FIRST_SLEEP_SECONDS = 20e-6
 LONGEST_SLEEP_SECONDS = 2e-3

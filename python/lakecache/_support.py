@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from lakecache._objects import Geometry
 from lakecache._pages import LAYOUTS, Groups, layer_specs
 
 if TYPE_CHECKING:
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = [
-    "KEY_BYTES",
-    "KIND_CHUNK",
-    "KIND_STATE",
-    "KIND_TAIL",
-    "Geometry",
     "cache_groups",
     "chunk_geometry",
     "declined_reason",
@@ -28,43 +24,8 @@ __all__ = [
     "platform_declined",
 ]
 
-KEY_BYTES = 32
-# What an object holds; part of its key and of its file's header.
-KIND_CHUNK = 0
-# The recurrent state of all layers at the end of a block.
-KIND_STATE = 1
-# The same inside of a block, with that block's pages as far as they are filled. Of this kind there
-# are several shapes, which have the numbers from this one on.
-KIND_TAIL = 2
-
-# At most so many shapes of tails; each needs a table on the GPU.
-TAIL_SHAPES = 8
-
 # Speculative methods that keep no KV of their own in the cache.
 PLAIN_SPECULATION = {"ngram", "ngram_gpu", "suffix"}
-
-
-class Geometry(NamedTuple):
-    """Tokens per chunk, per block of the engine, and per block hash."""
-
-    chunk: int
-    block: int
-    unit: int
-
-    def tails(self) -> list[int]:
-        """Give how many tokens of the open block a tail may hold: a size for each of its shapes."""
-        step = self._step()
-        # The deepest place inside of a block lies a unit before its end.
-        ends = range(step, self.block - self.unit + step, step)
-        return [min(end, self.block) for end in ends]
-
-    def state_shape(self, boundary: int) -> int:
-        """Give the shape of the state at this boundary: KIND_STATE, or one from KIND_TAIL on."""
-        inside = boundary % self.block
-        return KIND_TAIL + (inside - 1) // self._step() if inside else KIND_STATE
-
-    def _step(self) -> int:
-        return -(-self.block // (TAIL_SHAPES * self.unit)) * self.unit
 
 
 def platform_declined() -> str | None:
@@ -96,7 +57,7 @@ def cache_groups(kv_cache_config: KVCacheConfig, *, hybrid: bool) -> Groups:
     groups = list(enumerate(kv_cache_config.kv_cache_groups))
     states = [index for index, group in groups if _kind(group) == KVCacheSpecKind.MAMBA]
     rest = [index for index, _ in groups if index not in states]
-    blocks = {kv_cache_config.kv_cache_groups[index].kv_cache_spec.block_size for index in states}
+    blocks = _block_sizes(kv_cache_config, states)
     attention = [
         index
         for index in rest

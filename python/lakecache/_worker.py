@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lakecache import identity
 from lakecache._metadata import Handshake, StepPlan, WorkerReport
+from lakecache._objects import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache._pages import Groups, ObjectShape, PageTable, layer_specs
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache._tails import tail_runs
 from lakecache.transfer import HostTransfer, PackedTransfer, SerialTransfer, Transfer
 

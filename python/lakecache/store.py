@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lakecache import _messages
 from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat
-from lakecache._store_lease import READY, StoreLease, held_prefix, held_runs, wait_for
+from lakecache._objects import KEY_BYTES, READY
+from lakecache._store_lease import StoreLease, held_prefix, held_runs, wait_for
 from lakecache.config import CacheConfig
 from lakecache.errors import CapacityError, ClosedError, ConfigError
 
@@ -34,7 +35,6 @@ __all__ = ["DiskBackend", "StoreLease", "TieredStore"]
 
 log = logging.getLogger("lakecache")
 
-KEY_BYTES = 32
 KIND = 0
 
 

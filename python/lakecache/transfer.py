@@ -17,6 +17,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lakecache._objects import FILLING, READY
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -33,7 +35,6 @@ log = logging.getLogger("vllm.lakecache")
 ARRIVAL_SECONDS = 20.0
 COPY_THREADS = 2
 COPIED = 0
-FILLING, READY = 0, 1
 
 
 class Transfer(Protocol):

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from fakes import core as fake
 from fakes import scheduler
 from lakecache._hybrid import HybridSchedulerHalf
+from lakecache._objects import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache._pages import Groups
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 BLOCK, UNIT = 32, 16
 ATTENTION, STATES = 1, (0, 2)

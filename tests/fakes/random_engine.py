@@ -21,7 +21,7 @@ from fakes import scheduler
 from fakes.faulty import BLOCKS, Block, BlockPool, FaultyCache
 from lakecache import _backlog, _loads, _records, _scheduler, _state_saver
 from lakecache._metadata import WorkerReport
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._objects import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache.connector import LakeCacheConnector
 
 BLOCK, UNIT = 32, 16

@@ -11,9 +11,9 @@ import pytest
 from fakes import core as fake
 from lakecache import identity
 from lakecache._metadata import Handshake, StepPlan, WorkerReport
+from lakecache._objects import KIND_CHUNK, Geometry
 from lakecache._pages import Groups
 from lakecache._scheduler import SchedulerHalf
-from lakecache._support import KIND_CHUNK, Geometry
 from lakecache.config import CacheConfig
 
 BLOCK, CHUNK = 32, 64

@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from fakes.engines import Clock, Engine, fast_gpu, step
 from fakes.hybrid_scheduler import BLOCK, Bench, Request
 from lakecache._metadata import StepPlan, WorkerReport
+from lakecache._objects import Geometry
 from lakecache._pages import Groups
-from lakecache._support import Geometry
 from lakecache._worker import WorkerHalf
 from lakecache.config import CacheConfig
 

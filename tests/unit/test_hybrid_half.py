@@ -25,7 +25,7 @@ from fakes.hybrid_scheduler import (
 )
 from lakecache import _backlog, _scheduler
 from lakecache._metadata import WorkerReport
-from lakecache._support import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
+from lakecache._objects import KEY_BYTES, KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 
 def ids(blob: bytes) -> list[int]:

@@ -504,7 +504,7 @@ class Half:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
         pytest.importorskip("vllm")
         from fakes import core, scheduler
-        from lakecache._support import KIND_CHUNK
+        from lakecache._objects import KIND_CHUNK
 
         core.pools.clear()
         self.bench = scheduler.Bench(monkeypatch, tmp_path)

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from fakes.scheduler import Bench, Request
 from lakecache._metadata import IDLE, Handshake, StepPlan, WorkerReport
+from lakecache._objects import Geometry
 from lakecache._pages import Groups
-from lakecache._support import Geometry
 from lakecache._worker import WorkerHalf
 from lakecache.config import CacheConfig
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from fakes.scheduler import BLOCK, CHUNK, Bench, Request
 from lakecache import _backlog, _scheduler
 from lakecache._metadata import IDLE, Handshake, WorkerReport
-from lakecache._support import KIND_CHUNK
+from lakecache._objects import KIND_CHUNK
 
 
 @pytest.fixture

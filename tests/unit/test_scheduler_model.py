@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from fakes.faulty import Block, FaultyCache
 from fakes.random_engine import BLOCK, UNIT, Engine, Request
 from lakecache._hybrid import HybridSchedulerHalf
+from lakecache._objects import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 from lakecache._pages import Groups
-from lakecache._support import KIND_CHUNK, KIND_STATE, KIND_TAIL, Geometry
 
 
 class HybridEngine(Engine):

@@ -24,8 +24,9 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+from lakecache._objects import KIND_STATE, KIND_TAIL, Geometry
 from lakecache._pages import ObjectShape, PageTable
-from lakecache._support import KIND_STATE, KIND_TAIL, Geometry, cache_groups
+from lakecache._support import cache_groups
 from lakecache._tails import Runs, tail_runs
 from lakecache._worker import _fill_scales
 from lakecache.identity import rank_identity
