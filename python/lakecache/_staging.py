@@ -13,7 +13,7 @@ import torch
 from lakecache import _kernels
 from lakecache._cuda import HostRegistration, copy_async
 from lakecache._objects import FILLING, READY
-from lakecache.transfer import ARRIVAL_SECONDS
+from lakecache.transfer import ARRIVAL_SECONDS, slice_spans
 
 if TYPE_CHECKING:
     from lakecache._pages import ObjectShape
@@ -241,16 +241,9 @@ class Lane:
 
     def _part(self, job: LaneJob) -> list[tuple[int, int]]:
         """Where this rank's part lies: (address, bytes), in order; empty if it is gone."""
-        left = self._shapes[job.kind].part_bytes
-        skip = self._rank * left
-        found = []
-        for address, length in self._memory.spans(job.entry, job.generation):
-            taken = min(length - skip, left)
-            if taken > 0:
-                found.append((address + skip, taken))
-                left -= taken
-            skip = max(0, skip - length)
-        return self._registration.cut(found) if left == 0 else []
+        size = self._shapes[job.kind].part_bytes
+        spans = self._memory.spans(job.entry, job.generation)
+        return self._registration.cut(slice_spans(spans, self._rank * size, size))
 
     def _batched(self, jobs: list[LaneJob]) -> Iterator[list[LaneJob]]:
         """Cut the jobs into runs of one kind that fit a buffer."""

@@ -79,9 +79,10 @@ def chunk_geometry(kv_cache_config: KVCacheConfig, groups: Groups, chunk_size: i
     group = kv_cache_config.kv_cache_groups[groups.attention[0]]
     block: int = group.kv_cache_spec.block_size
     unit: Any = kv_cache_config.hash_block_size or block
-    step = block if groups.states else math.lcm(block, unit)
-    chunk = step if groups.states else -(-chunk_size // step) * step
-    return Geometry(chunk, block, unit)
+    if groups.states:
+        return Geometry(block, block, unit)
+    step = math.lcm(block, unit)
+    return Geometry(-(-chunk_size // step) * step, block, unit)
 
 
 def declined_reason(
@@ -139,18 +140,20 @@ def _hybrid_declined(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     groups = cache_groups(kv_cache_config, hybrid=True)
     if not groups.attention:
         return "no layer of the model has full attention, so no prefix can be continued"
-    reason = next(
-        filter(None, (_state_declined(kv_cache_config, at) for at in groups.states)), None
-    )
-    for at in groups.attention:
-        reason = reason or _group_declined(kv_cache_config, at)
+    for declined, stored in (
+        (_state_declined, groups.states),
+        (_group_declined, groups.attention),
+    ):
+        for at in stored:
+            if reason := declined(kv_cache_config, at):
+                return reason
     sizes = _block_sizes(kv_cache_config, (*groups.states, *groups.attention))
-    if reason is None and len(sizes) != 1:
-        reason = (
+    if len(sizes) != 1:
+        return (
             f"the KV cache groups have blocks of {', '.join(map(str, sorted(sizes)))} tokens; "
             "only equal ones are supported"
         )
-    return reason
+    return None
 
 
 def _block_sizes(kv_cache_config: KVCacheConfig, groups: Sequence[int]) -> set[int]:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lakecache._objects import FILLING, READY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from lakecache._pages import ObjectShape
     from lakecache._staging import Lane, StagingBuffers
 
-__all__ = ["HostTransfer", "PackedTransfer", "SerialTransfer", "Transfer"]
+__all__ = ["HostTransfer", "PackedTransfer", "SerialTransfer", "Transfer", "slice_spans"]
 
 log = logging.getLogger("vllm.lakecache")
 
@@ -387,11 +387,16 @@ class SerialTransfer:
             page, stored = self._memory[at : at + size], bounce[:size]
             if storing:
                 stored.copy_(page)
-            good = _copy_bytes(
-                spans, begin + int(shape.offsets[row]), stored.data_ptr(), size, into=storing
-            )
-            if not good:
+            part = slice_spans(spans, begin + int(shape.offsets[row]), size)
+            if not part:
                 return False
+            staged = stored.data_ptr()
+            for place, length in part:
+                if storing:
+                    ctypes.memmove(place, staged, length)
+                else:
+                    ctypes.memmove(staged, place, length)
+                staged += length
             if not storing:
                 page.copy_(stored)
                 if self._verify and not torch.equal(page.cpu(), stored):
@@ -411,16 +416,15 @@ class SerialTransfer:
         return True
 
 
-def _copy_bytes(
-    spans: list[tuple[int, int]], offset: int, address: int, size: int, *, into: bool
-) -> bool:
-    """Copy between `address` and `offset` of an object's spans; False if they end before."""
-    for start, length in spans:
-        count = min(length - offset, size)
-        if count > 0:
-            here = start + offset
-            ctypes.memmove(*((here, address) if into else (address, here)), count)
-            address += count
-            size -= count
+def slice_spans(spans: Sequence[tuple[int, int]], offset: int, size: int) -> list[tuple[int, int]]:
+    """Give where `size` bytes from `offset` on of an object lie, whose (address, bytes) these are;
+    nothing if it ends before.
+    """
+    found = []
+    for address, length in spans:
+        taken = min(length - offset, size)
+        if taken > 0:
+            found.append((address + offset, taken))
+            size -= taken
         offset = max(0, offset - length)
-    return size == 0
+    return found if size == 0 else []
