@@ -197,6 +197,32 @@ fn a_process_that_cannot_reach_the_live_pool_is_told_both_remedies() {
 }
 
 #[test]
+fn a_copy_of_a_cache_directory_in_use_gets_a_pool_of_its_own() {
+    let _watchdog = Watchdog::start("a_copy");
+    let dirs = Dirs::new();
+    let copy = options(&dirs.ram_dir, &dirs.root.path().join("copy"));
+    let copied = copy.cache_dir.as_deref().unwrap();
+    drop(Pool::open(dirs.options()).unwrap());
+    std::fs::create_dir(copied).unwrap();
+    for name in ["lock", "pool-id", "pool-incarnation"] {
+        std::fs::copy(dirs.cache_dir.join(name), copied.join(name)).unwrap();
+    }
+    let live = Process::start(&dirs, "hold");
+    // Its lock file, another one now, says of no member that it lives.
+    let pool = Pool::open(copy.clone()).unwrap();
+    let hooks = Recorder::on(&pool);
+    pool.reap_dead();
+    assert_eq!((pool.gauges().members, hooks.reaped()), (1, vec![]));
+    let id = pool.id();
+    drop(pool);
+    let again = Pool::open(copy).unwrap();
+    let original = Pool::open(dirs.options()).unwrap();
+    assert_eq!((again.id(), original.id() == id), (id, false), "both keep theirs");
+    assert_eq!(original.gauges().members, 2);
+    assert!(original.is_alive(live.member).unwrap());
+}
+
+#[test]
 fn a_sweep_takes_only_orphans_that_nobody_holds() {
     let _watchdog = Watchdog::start("a_sweep");
     let dirs = Dirs::new();

@@ -18,7 +18,7 @@ use super::layout::{
 };
 use super::place::{self, Place};
 use super::{Files, Pool, PoolOptions, Role, lock_byte, members, sweep};
-use crate::sys::lock::{LockFile, flock_shared};
+use crate::sys::lock::{LockFile, flock_exclusive, flock_shared};
 use crate::sys::map::Mapping;
 use crate::{Error, ErrorKind, Result, sys};
 
@@ -90,6 +90,8 @@ enum Step {
     Again,
     /// Others seem to be there, but may be gone in a moment.
     Patience,
+    /// The pool of this id is that of another cache directory.
+    OthersPool,
 }
 
 /// Repeats `attempt` until it succeeds, for a moment.
@@ -118,7 +120,7 @@ impl Pool {
     #[expect(clippy::needless_pass_by_value, reason = "as `open`")]
     pub fn open_with(options: PoolOptions, before_recreate: BeforeRecreate) -> Result<Arc<Self>> {
         if !options.shared {
-            return open_private(&options);
+            return super::private::open(&options);
         }
         let place = Place::prepare(&options.ram_dir, options.cache_dir.as_deref())?;
         let (life, ctl) =
@@ -150,9 +152,10 @@ impl Pool {
                 Step::Joined(pool) => return Ok(pool),
                 Step::Again => attempts += 1,
                 Step::Patience => std::thread::sleep(LOOK_AGAIN),
+                Step::OthersPool => opener.take_new_id()?,
             }
             if !opener.dir_exists()? {
-                sys::file::create_dirs(&dir)?;
+                sys::file::create_dirs(opener.path.parent().unwrap_or(&opener.path))?;
             }
         }
         let text = format!("the pool {} keeps being replaced", opener.path.display());
@@ -203,6 +206,11 @@ impl Opener<'_> {
                 self.refuse(self.unreachable())
             };
         };
+        // Whoever has our lock file would be seen, so its users came by another: this directory is a
+        // copy of theirs, with the id in it, and its locks say nothing of their lives.
+        if self.alone && !flock_exclusive(&file)? {
+            return Ok(if self.is_patient() { Step::Patience } else { Step::OthersPool });
+        }
         // A sweep has it: it will be gone or free at once.
         if !flock_shared(&file)? {
             std::thread::sleep(Duration::from_millis(2));
@@ -230,6 +238,19 @@ impl Opener<'_> {
                 self.attach(file, &head, locks, self.options.role)
             }
         }
+    }
+
+    fn take_new_id(&mut self) -> Result<()> {
+        log::warn!(
+            "the pool {} is used with another cache_dir, of which {} is a copy: this one gets a pool \
+             of its own",
+            self.path.display(),
+            self.place.lock_dir.display()
+        );
+        self.id = self.place.new_pool_id()?;
+        self.path = self.place.pool_dir(&self.id).join("pool");
+        self.patient_until = Instant::now() + PATIENCE;
+        Ok(())
     }
 
     fn is_patient(&self) -> bool {
@@ -439,7 +460,7 @@ pub(super) fn check_fits(geometry: &Geometry, options: &PoolOptions) -> Result<(
     check_cgroup(bytes, options)
 }
 
-fn check_cgroup(bytes: u64, options: &PoolOptions) -> Result<()> {
+pub(super) fn check_cgroup(bytes: u64, options: &PoolOptions) -> Result<()> {
     match sys::limits::cgroup_limit() {
         Some(group) if bytes > group.limit => Err(Error::new(
             ErrorKind::NoSpace,
@@ -454,7 +475,7 @@ fn check_cgroup(bytes: u64, options: &PoolOptions) -> Result<()> {
 }
 
 /// Writes the header of a new, zeroed file and publishes it.
-fn initialise(
+pub(super) fn initialise(
     mapping: &Mapping,
     geometry: &Geometry,
     id: &[u8; 16],
@@ -496,52 +517,6 @@ pub(super) fn read_header(file: &File) -> Result<Found> {
     let mut page = vec![0; size_of::<Header>()];
     file.read_exact_at(&mut page, 0).map_err(failed)?;
     Ok(Header::parse(&page, bytes))
-}
-
-/// A pool in anonymous memory. Its cache directory, if any, is locked for it alone.
-fn open_private(options: &PoolOptions) -> Result<Arc<Pool>> {
-    let geometry = Geometry::new(&sizes(options))?;
-    check_cgroup(geometry.file_bytes, options)?;
-    let id = sys::file::random_bytes();
-    let (life, ctl) = private_locks(options, &id)?;
-    let file = File::from(sys::file::memfd("lakecache-pool")?);
-    sys::file::set_len(file.as_fd(), geometry.file_bytes)?;
-    let mapping = Arc::new(Mapping::of(file.as_fd(), geometry.file_bytes)?);
-    mapping.allocate(file.as_fd(), 0, geometry.data_offset)?;
-    initialise(&mapping, &geometry, &id, options.cache_dir.as_deref())?;
-    let Some(member) = members::join(&mapping, &life, options.disk_capacity_bytes)? else {
-        return Err(Error::new(ErrorKind::NoSpace, "a new pool has no free member number"));
-    };
-    let parts = (mapping, geometry, id, member, Files::new(file, life, ctl));
-    let pool = Pool::assemble(parts, None);
-    pool.start_reserver(options.role)?;
-    Ok(pool)
-}
-
-fn private_locks(options: &PoolOptions, id: &[u8; 16]) -> Result<(LockFile, LockFile)> {
-    let Some(dir) = &options.cache_dir else {
-        // Nobody else locks with this pool: its lock file needs no name.
-        let path = std::env::temp_dir().join(format!(".lakecache-{}.lock", place::hex16(id)));
-        let locks = LockFile::open(&path).and_then(|life| Ok((life, LockFile::open(&path)?)));
-        sys::file::unlink(&path)?;
-        return locks;
-    };
-    sys::file::create_dirs(dir)?;
-    let place = Place::existing(&options.ram_dir, Some(dir))?;
-    let (life, ctl) = (LockFile::open(&place.lock_path())?, LockFile::open(&place.lock_path())?);
-    let join_file = LockFile::open(&place.lock_path())?;
-    let _join = take_join_lock(&join_file, &place)?;
-    if !life.exclusive_within(lock_byte::USE, PATIENCE)? {
-        return Err(Error::new(
-            ErrorKind::Unavailable,
-            format!(
-                "other processes use {}, so that a private pool can't have it: share the pool, or \
-                 set another cache_dir",
-                place.lock_dir.display()
-            ),
-        ));
-    }
-    Ok((life, ctl))
 }
 
 impl Header {
@@ -586,7 +561,7 @@ impl Header {
 }
 
 impl Files {
-    fn new(file: File, life: LockFile, ctl: LockFile) -> ManuallyDrop<Self> {
+    pub(super) fn new(file: File, life: LockFile, ctl: LockFile) -> ManuallyDrop<Self> {
         let in_child = sys::fork::close_in_child(file.as_fd());
         ManuallyDrop::new(Self { _in_child: in_child, file, life, ctl })
     }

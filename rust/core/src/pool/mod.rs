@@ -17,6 +17,7 @@ pub mod list;
 mod members;
 mod outside;
 mod place;
+mod private;
 mod reserve;
 mod sweep;
 mod writer;
@@ -392,7 +393,13 @@ impl Pool {
         Header::of(&self.core.mapping)
     }
 
-    fn check_usable(&self) -> Result<()> {
+    /// Whether this is the copy that a fork made: its member is the parent.
+    pub fn is_forked_child(&self) -> bool {
+        self.core.is_forked_child()
+    }
+
+    /// Refuses a closed pool, and a forked child's copy.
+    pub(crate) fn check_usable(&self) -> Result<()> {
         if self.core.is_forked_child() {
             return Err(Error::new(
                 ErrorKind::Forked,

@@ -65,6 +65,11 @@ impl Place {
         if let Some(id) = self.stored_pool_id()? {
             return Ok(id);
         }
+        self.new_pool_id()
+    }
+
+    /// A new id, stored. Needs the join lock.
+    pub(super) fn new_pool_id(&self) -> Result<[u8; 16]> {
         let id = sys::file::random_bytes();
         self.replace_file(POOL_ID_FILE, &hex16(&id))?;
         Ok(id)
