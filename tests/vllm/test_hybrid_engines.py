@@ -23,7 +23,8 @@ class FollowedTransfer(HostTransfer):
         deadline = time.monotonic() + 20
         while self._owners:
             assert time.monotonic() < deadline
-            self._over += self.poll()
+            over = self.poll()
+            self._over += over
             time.sleep(0.0005)
 
 
