@@ -328,3 +328,89 @@ fn a_pool_that_can_never_fit_is_a_lack_of_space() {
     assert_eq!(error.kind(), lakecache_core::ErrorKind::NoSpace);
     assert!(error.to_string().contains("cpu_bytes"), "{error}");
 }
+
+/// Stores objects until all that is not pinned was evicted.
+fn replace_all(cache: &Cache, first: u32, bytes: usize) {
+    let capacity = gauge(cache, "memory_capacity_bytes") / bytes as u64;
+    for index in 0..u32::try_from(capacity).unwrap() * 2 {
+        put(cache, first + index, bytes);
+    }
+}
+
+fn bytes_of(cache: &Cache, slot: Slot) -> Vec<u8> {
+    let spans = cache.arena().spans(slot).unwrap();
+    let run = |(address, bytes): (*mut u8, u64)| {
+        // SAFETY: the test has the object pinned; this is to see whether its bytes have changed.
+        unsafe { std::slice::from_raw_parts(address, usize::try_from(bytes).unwrap()) }.to_vec()
+    };
+    spans.into_iter().flat_map(run).collect()
+}
+
+fn slot_of(cache: &Cache, key: ObjectKey) -> Slot {
+    let mut found = Vec::new();
+    cache.arena().lookup(&[key], &mut found);
+    found[0].expect("it is in memory").0
+}
+
+#[test]
+fn a_view_keeps_its_bytes_after_its_cache_was_closed() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 32 << 20);
+        let (viewed, other) = (open(&place.options), open(&place.options));
+        put(&viewed, 0, 1 << 20);
+        assert!(viewed.flush(LONG));
+        let slot = slot_of(&viewed, key(0));
+        assert!(viewed.pin_view(slot));
+        viewed.close(LONG);
+        assert!(!viewed.pin_view(slot), "no new ones");
+        replace_all(&other, 1, 1 << 20);
+        assert_eq!(bytes_of(&viewed, slot), payload(0, 1 << 20));
+        assert_eq!(gauge(&other, "pool_members"), 2);
+        viewed.unpin_view(slot);
+        assert_eq!(gauge(&other, "pool_members"), 1, "the last view was all that kept it");
+        replace_all(&other, 1000, 1 << 20);
+        assert_eq!(viewed.arena().state(slot), SlotState::Gone);
+        other.arena().check().unwrap();
+    });
+}
+
+#[test]
+fn what_a_forked_child_gives_back_is_not_its_parents() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 32 << 20);
+        let cache = open(&place.options);
+        put(&cache, 0, 1 << 20);
+        assert!(cache.flush(LONG));
+        let slot = slot_of(&cache, key(0));
+        let lease = cache.lease(&keys(1)).unwrap();
+        assert_eq!(settled(&lease), 1);
+        assert!(cache.pin_view(slot));
+        // SAFETY: the child drops what it has got a copy of, and exits.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                lease.close();
+                cache.unpin_view(slot);
+                let forked = cache.lease(&keys(1)).err().map(|error| error.kind());
+                let refused = forked == Some(lakecache_core::ErrorKind::Forked);
+                let refused = refused && !cache.pin_view(slot);
+                cache.close(LONG);
+                drop((lease, cache));
+                refused
+            }));
+            // SAFETY: ends the child without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(!matches!(ended, Ok(true)))) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child just made.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        replace_all(&cache, 1, 1 << 20);
+        assert_eq!(bytes_of(&cache, slot), payload(0, 1 << 20));
+        cache.unpin_view(slot);
+        drop(lease);
+        replace_all(&cache, 1000, 1 << 20);
+        assert_eq!(cache.arena().state(slot), SlotState::Gone);
+        cache.arena().check().unwrap();
+    });
+}

@@ -30,7 +30,7 @@ impl View {
         let writable = matches!(arena.state(slot), SlotState::Filling);
         let mut views = Vec::new();
         for (address, bytes) in arena.spans(slot).unwrap_or_default() {
-            if !arena.pin(slot) {
+            if !cache.pin_view(slot) {
                 break;
             }
             let view = Self {
@@ -48,7 +48,7 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        self.cache.arena().unpin(self.slot);
+        self.cache.unpin_view(self.slot);
     }
 }
 

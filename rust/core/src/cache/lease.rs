@@ -202,6 +202,10 @@ impl Lease {
 
     /// Gives everything back. Idempotent. Reads in flight complete into the arena on their own.
     pub fn close(&self) {
+        // A thread that held the lock when a child was forked is not there to let go of it.
+        if self.shared.inner.pool.is_forked_child() {
+            return;
+        }
         let mut state = self.shared.lock();
         state.closed = true;
         let files = state.cut(&self.shared.inner, 0);

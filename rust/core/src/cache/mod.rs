@@ -14,7 +14,7 @@ mod writeback;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub use checkpoint::Checkpoint;
@@ -91,6 +91,9 @@ struct Inner {
 pub struct Cache {
     inner: Arc<Inner>,
     background: Option<Background>,
+    views: AtomicUsize,
+    /// The views alone keep this member in the pool.
+    stopped: AtomicBool,
     engine_name: &'static str,
     engine_reason: Option<String>,
 }
@@ -144,14 +147,15 @@ impl Cache {
         });
         let background =
             if options.worker { None } else { Some(Background::start(Arc::clone(&inner))?) };
-        Ok(Self { inner, background, engine_name, engine_reason })
+        let (views, stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Ok(Self { inner, background, views, stopped, engine_name, engine_reason })
     }
 
     fn check_open(&self) -> Result<()> {
         if self.inner.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the cache was closed"));
         }
-        Ok(())
+        self.inner.pool.check_usable()
     }
 
     /// The id of the pool, in hexadecimal; ranks on one node see the same.
@@ -333,19 +337,45 @@ impl Cache {
         self.inner.pool.declare_gpu_copies();
     }
 
-    /// Writes back what is dirty for at most `drain`, ends the threads and leaves the pool.
-    /// Idempotent; leases and slots are void afterwards. Copies of GPUs must be over; where they may
+    /// Pins an object for a view of its bytes, which may outlive [`Cache::close`]. False: it is gone.
+    pub fn pin_view(&self, slot: Slot) -> bool {
+        self.views.fetch_add(1, Ordering::SeqCst);
+        let pinned = !self.inner.closed.load(Ordering::SeqCst) && self.inner.arena.pin(slot);
+        if !pinned {
+            self.end_view();
+        }
+        pinned
+    }
+
+    /// Takes the pin of a view back. The last one of a closed cache leaves the pool.
+    pub fn unpin_view(&self, slot: Slot) {
+        self.inner.arena.unpin(slot);
+        self.end_view();
+    }
+
+    fn end_view(&self) {
+        let last = self.views.fetch_sub(1, Ordering::SeqCst) == 1;
+        if last && self.stopped.load(Ordering::SeqCst) {
+            self.inner.pool.leave();
+        }
+    }
+
+    /// Writes back what is dirty for at most `drain`, ends the threads and leaves the pool, but not
+    /// before the last view has ended. Idempotent; leases and slots are void afterwards. Copies of GPUs must be over; where they may
     /// not be, the cache is dropped instead, and what it has pinned stays pinned until the process
     /// has ended.
     pub fn close(&self, drain: Duration) {
         if self.stop(drain) {
-            self.inner.pool.leave();
+            self.stopped.store(true, Ordering::SeqCst);
+            if self.views.load(Ordering::SeqCst) == 0 {
+                self.inner.pool.leave();
+            }
         }
     }
 
     /// True: it was this call that did so.
     fn stop(&self, drain: Duration) -> bool {
-        if self.inner.closed.swap(true, Ordering::AcqRel) {
+        if self.inner.closed.swap(true, Ordering::SeqCst) || self.inner.pool.is_forked_child() {
             return false;
         }
         if let Some(background) = &self.background {
@@ -364,6 +394,11 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
+        if self.inner.pool.is_forked_child() {
+            // Its threads are not there, nor what they were at.
+            Box::leak(Box::new((Arc::clone(&self.inner), self.background.take())));
+            return;
+        }
         // Without `close` nobody has said that the GPUs' copies are over: the pool sees to that.
         if self.stop(Duration::from_secs(5)) && !self.inner.pool.has_gpu_copies() {
             self.inner.pool.leave();

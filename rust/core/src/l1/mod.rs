@@ -222,14 +222,21 @@ impl Arena {
         }
     }
 
-    /// Keeps the object's memory until [`Arena::unpin`]; false if it is gone. Pins count.
+    /// Keeps the object's memory until [`Arena::unpin`]; false if it is gone, and in a forked child,
+    /// whose copies of pins are not its own. Pins count.
     pub fn pin(&self, slot: Slot) -> bool {
+        if self.pool.is_forked_child() {
+            return false;
+        }
         let entry = self.table.entry(slot.entry);
         self.pins.pin(slot.entry, slot.generation, entry, self.pool.member())
     }
 
     /// Takes one of our pins off. The last one frees an object that is dying.
     pub fn unpin(&self, slot: Slot) {
+        if self.pool.is_forked_child() {
+            return;
+        }
         let entry = self.table.entry(slot.entry);
         if self.pins.unpin(slot.entry, slot.generation, entry, self.pool.member()) {
             self.settle(slot.entry);
