@@ -414,3 +414,41 @@ fn what_a_forked_child_gives_back_is_not_its_parents() {
         cache.arena().check().unwrap();
     });
 }
+
+#[test]
+fn a_smaller_limit_of_one_that_joins_holds_before_it_stores_anything() {
+    watched(|| {
+        let mut place = Place::new(EngineChoice::Auto, 32 << 20);
+        let unlimited = open(&place.options);
+        for index in 0..8 {
+            put(&unlimited, index, 300_000);
+        }
+        assert!(unlimited.flush(LONG));
+        place.options.disk_capacity_bytes = Some(1 << 20);
+        let limited = open(&place.options);
+        wait_gauge(&limited, "disk_objects", 3);
+        assert_eq!(object_files(place.disk.path()).len(), 3);
+        assert!(gauge(&limited, "disk_bytes_used") <= 1 << 20);
+    });
+}
+
+#[test]
+fn nothing_is_written_to_a_directory_that_was_replaced() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 32 << 20);
+        let first = open(&place.options);
+        put(&first, 0, 300_000);
+        assert!(first.flush(LONG));
+        std::fs::remove_dir_all(place.options.cache_dir.as_ref().unwrap()).unwrap();
+        let second = open(&place.options);
+        put(&first, 1, 300_000);
+        assert!(first.flush(LONG));
+        assert_eq!(count(&first, "write_errors"), 1);
+        put(&second, 2, 300_000);
+        assert!(second.flush(LONG));
+        first.close(LONG);
+        let files = object_files(place.disk.path());
+        assert_eq!(files, [place.file(2)]);
+        assert_eq!(first.lookup(&[key(1)]), (1, 1), "memory goes on");
+    });
+}

@@ -123,6 +123,7 @@ impl DiskStore {
         if self.health.rests() {
             return Ok(Written::NoRoom(NoRoom::Degraded));
         }
+        self.check_in_place()?;
         let Some(file_bytes) = file_bytes(info.payload_bytes) else {
             return Ok(Written::NoRoom(NoRoom::TooLarge));
         };
@@ -170,6 +171,17 @@ impl DiskStore {
             }
         }
         Ok(Written::NoRoom(NoRoom::DiskFull))
+    }
+
+    /// Refuses to write where the directory was taken away: whoever uses what is there now counts other
+    /// bytes.
+    pub(super) fn check_in_place(&self) -> Result<()> {
+        if self.lock.is_in_place()? {
+            return Ok(());
+        }
+        let dir = self.dir.display();
+        let text = format!("{dir} was removed or replaced while in use: restart what uses it");
+        Err(Error::new(ErrorKind::Unavailable, text))
     }
 
     /// Counts a new object, and saves the list now and then.

@@ -50,18 +50,42 @@ impl DiskStore {
     }
 
     /// Starts the comparison in the background, if it is due. Whichever member gets the scan lock
-    /// does it; the others see to it that it gets done.
+    /// does it; the others see to it that it gets done. What is there above our limit goes.
     pub fn start_scan(self: &Arc<Self>) {
         let mut scanner = locked(&self.scanner);
-        if self.scan_done() || scanner.is_some() {
+        if scanner.is_some() || (self.scan_done() && self.excess() == 0) {
             return;
         }
         let store = self.clone();
         let thread = std::thread::Builder::new().name("lakecache-scan".into());
-        match thread.spawn(move || store.scan_when_due()) {
+        match thread.spawn(move || store.scan_and_shrink()) {
             Ok(thread) => *scanner = Some(thread),
             Err(error) => log::warn!("no thread for the scan, so nothing is stored: {error}"),
         }
+    }
+
+    fn scan_and_shrink(&self) {
+        self.scan_when_due();
+        if self.scan_done()
+            && let Err(error) = self.shrink()
+        {
+            log::warn!("there is more on disk than disk_capacity_bytes allows: {error}");
+            count(&self.counters.errors);
+        }
+    }
+
+    /// Bytes on disk above the limit: that of a member that came later may be a smaller one.
+    fn excess(&self) -> u64 {
+        let limit = self.pool.disk_capacity().unwrap_or(u64::MAX);
+        self.table.root().bytes.load(Ordering::Relaxed).saturating_sub(limit)
+    }
+
+    fn shrink(&self) -> Result<()> {
+        let excess = self.excess();
+        if excess > 0 {
+            self.make_room(excess)?;
+        }
+        Ok(())
     }
 
     fn scan_when_due(&self) {
@@ -103,11 +127,7 @@ impl DiskStore {
             self.add(batch, scan)?;
         }
         self.forget_missing(scan)?;
-        let limit = self.pool.disk_capacity().unwrap_or(u64::MAX);
-        let excess = self.table.root().bytes.load(Ordering::Relaxed).saturating_sub(limit);
-        if excess > 0 {
-            self.make_room(excess)?;
-        }
+        self.shrink()?;
         self.table.set_scan_done(true);
         log::info!("{} objects are on disk", found.len());
         Ok(())

@@ -42,6 +42,7 @@ pub(super) struct Known {
 impl DiskStore {
     /// Saves the list of stored objects.
     pub fn snapshot(&self) -> Result<()> {
+        self.check_in_place()?;
         let records =
             self.write_lock(LOCK_WAIT.into(), |writer| self.table.oldest_first(writer))?;
         let Some(records) = records else {

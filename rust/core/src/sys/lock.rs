@@ -83,6 +83,12 @@ impl LockFile {
         Ok(i32::from(kind) != libc::F_UNLCK)
     }
 
+    /// Whether the path still names the file that was opened.
+    pub fn is_in_place(&self) -> Result<bool> {
+        let opened = super::file::stat(&self.file)?;
+        Ok(super::file::inode_of(&self.path)? == Some((opened.device, opened.inode)))
+    }
+
     /// The descriptor, to be registered where its life must extend.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
