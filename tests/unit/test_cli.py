@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -201,6 +202,19 @@ def test_what_belongs_to_another_user(place, monkeypatch, capsys):
     monkeypatch.setattr(Path, "exists", refused)
     assert main(["stats", *place]) == 1
     assert "run it as the user that runs the engine" in capsys.readouterr().err
+
+
+def test_a_forgotten_cache_dir_is_no_empty_store(ram_folder, capsys):
+    for arguments in (["stats"], ["clear", "--yes"]):
+        assert main([*arguments, "--ram-dir", str(ram_folder)]) == 0
+        assert "--cache-dir names the store" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"lakecache \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_arguments_that_are_unknown(capsys):

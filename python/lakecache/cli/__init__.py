@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from lakecache import _core
+
     parser = argparse.ArgumentParser(prog="lakecache", description="Look after a LakeCache store.")
+    parser.add_argument("--version", action="version", version=f"lakecache {_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         text = module.SUMMARY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lakecache.cli._common import print_json, store_place
+from lakecache.cli._common import no_pool, print_json, store_place
 from lakecache.config import CacheConfig, shown_bytes
 from lakecache.errors import ConfigError
 
@@ -38,7 +38,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if memory:
         freed = found["memory_bytes"]
-        print("no pool" if freed is None else f"removed the pool, {shown_bytes(freed)} of memory")
+        print(
+            no_pool(config)
+            if freed is None
+            else f"removed the pool, {shown_bytes(freed)} of memory"
+        )
     if disk and config.cache_dir is not None:
         print(f"removed {found['objects']} objects, {shown_bytes(found['disk_bytes'])} on disk")
     for path in found["foreign"]:

@@ -10,7 +10,7 @@ from typing import Any
 from lakecache.config import CacheConfig
 from lakecache.errors import ConfigError
 
-__all__ = ["configuration", "print_json", "store_place"]
+__all__ = ["configuration", "no_pool", "print_json", "store_place"]
 
 
 def configuration(options: argparse.Namespace, *keys: str) -> CacheConfig:
@@ -38,6 +38,13 @@ def store_place(options: argparse.Namespace) -> CacheConfig:
             "lock): correct --cache-dir"
         )
     return config
+
+
+def no_pool(config: CacheConfig) -> str:
+    """Say so; a store with files is another than the one without, and is easily taken for it."""
+    if config.cache_dir is not None:
+        return "no pool"
+    return "no pool without a cache_dir; --cache-dir names the store of engines that have one"
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lakecache.cli._common import print_json, store_place
+from lakecache.cli._common import no_pool, print_json, store_place
 from lakecache.config import CacheConfig, shown_bytes
 
 SUMMARY = "say what a store holds, in memory and on disk"
@@ -22,11 +22,12 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the state of the store; 0."""
-    found = collect(store_place(options))
+    config = store_place(options)
+    found = collect(config)
     if options.json:
         print_json(found)
     else:
-        print("\n".join(_text(found)))
+        print("\n".join(_text(found, config)))
     return 0
 
 
@@ -76,8 +77,8 @@ def _about(directory: Path) -> str | None:
         return None
 
 
-def _text(found: dict[str, Any]) -> list[str]:
-    lines = _memory(found)
+def _text(found: dict[str, Any], config: CacheConfig) -> list[str]:
+    lines = _memory(found, config)
     if (disk := found["disk"]) is None:
         return lines
     limit = disk["limit_bytes"]
@@ -95,12 +96,12 @@ def _text(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _memory(found: dict[str, Any]) -> list[str]:
+def _memory(found: dict[str, Any], config: CacheConfig) -> list[str]:
     pool = found["memory"]
     if pool is None:
         if found["in_use"]:
             return ["memory: in use by a process whose pool cannot be seen from here"]
-        return ["memory: no pool"]
+        return [f"memory: {no_pool(config)}"]
     data = pool["file_bytes"] - pool["metadata_bytes"]
     lines = [
         f"memory: {pool['objects']} objects, {shown_bytes(pool['used_bytes'])} of "
