@@ -121,7 +121,7 @@ def bytes_of(data: Any) -> memoryview:
     """
     storage = getattr(data, "untyped_storage", None)
     if storage is None:
-        return memoryview(data).cast("B")
+        return _buffer_of(data)
     if data.device.type != "cpu":
         raise TypeError(f"the tensor is on {data.device}; copy it to host memory first (.cpu())")
     if not data.is_contiguous():
@@ -132,3 +132,15 @@ def bytes_of(data: Any) -> memoryview:
     memory = (ctypes.c_uint8 * size).from_address(data.data_ptr())
     memory._owner = data  # from_address owns nothing
     return memoryview(memory).cast("B")
+
+
+def _buffer_of(data: Any) -> memoryview:
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise TypeError(
+            f"bytes, a buffer or a torch tensor is needed, not {type(data).__name__}"
+        ) from None
+    if not view.c_contiguous:
+        raise TypeError("the buffer is not contiguous; copy it first (numpy.ascontiguousarray)")
+    return view.cast("B") if view.nbytes else memoryview(b"")

@@ -34,7 +34,7 @@ class StoreLease:
         runs: list[tuple[int, int, _core.Lease]],
     ) -> None:  # fmt: skip
         """Made by a store. `runs` are (first index, count, lease of that run)."""
-        self._cache = cache
+        self._cache: _core.Cache | None = cache
         self._access = access
         self._names = names
         self._runs = runs
@@ -69,11 +69,12 @@ class StoreLease:
 
         Raises:
             KeyError: the key was not present, or has been released.
-            LeaseLostError: the file is damaged or could not be read. Compute the bytes again.
+            LeaseLostError: the file is damaged or could not be read, or there was no room for it
+                for 10 s. Compute the bytes again, or hold fewer objects.
             DeadlineError: there was no room, or the disk was too slow.
         """
-        slot = self._ready(index, timeout)
-        views = [view.toreadonly() for view in self._cache.view(*slot)]
+        cache, slot = self._ready(index, timeout)
+        views = [view.toreadonly() for view in cache.view(*slot)]
         if not views:
             raise LeaseLostError(f"object {index} of the lease is gone")
         return views
@@ -87,7 +88,9 @@ class StoreLease:
         tensor on any device. The copy is over when the call returns.
         """
         if is_on_device(target):
-            self._access.load(self._cache, flat(target), self._ready(index, timeout))
+            bytes_there = flat(target)
+            cache, slot = self._ready(index, timeout)
+            self._access.load(cache, bytes_there, slot)
             return
         space = bytes_of(target)
         if space.readonly:
@@ -132,6 +135,8 @@ class StoreLease:
         runs, self._runs = self._runs, []
         for _, _, lease in runs:
             lease.close()
+        # What is left of a closed store would keep its directory in use.
+        self._cache = None
 
     def __enter__(self) -> Self:
         """Give the lease itself."""
@@ -147,9 +152,9 @@ class StoreLease:
                 return number, first, lease
         return None
 
-    def _ready(self, index: int, timeout: float) -> tuple[int, int]:
-        found = self._run_of(index)
-        if found is None or index in self._released:
+    def _ready(self, index: int, timeout: float) -> tuple[_core.Cache, tuple[int, int]]:
+        found, cache = self._run_of(index), self._cache
+        if cache is None or found is None or index in self._released:
             raise KeyError(f"object {index} of the lease was not present, or has been released")
         number, first, lease = found
         if number not in self._started:
@@ -160,13 +165,15 @@ class StoreLease:
             for at, entry, generation in lease.slots():
                 self._slots[first + at] = (entry, generation)
             slot = self._slots.get(index)
-            state = FILLING if slot is None else self._cache.state(*slot)
+            state = FILLING if slot is None else cache.state(*slot)
             if state == READY:
                 return slot
             broken = lease.failed()
             if state == GONE or (broken is not None and broken <= index - first):
                 raise LeaseLostError(
-                    f"object {index} of the lease could not be read; compute its bytes again"
+                    f"object {index} of the lease could not be read: its file is damaged or gone, "
+                    "or what is held left no room in memory for it (hold fewer objects at a time, "
+                    "or raise cpu_bytes); without it compute its bytes again"
                 )
             return None
 
@@ -174,9 +181,9 @@ class StoreLease:
         if slot is None:
             raise DeadlineError(
                 f"object {index} of the lease was not in memory after {timeout:g} s: the disk is "
-                "slow, or what is held leaves no room (release other objects first)"
+                "slow, or what is held leaves no room (hold fewer objects at a time)"
             )
-        return slot
+        return cache, slot
 
 
 def held_prefix(

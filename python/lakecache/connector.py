@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lakecache import _messages
 from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
+from lakecache._opening import open_cache
 from lakecache._scheduler import SchedulerHalf
 from lakecache._support import cache_groups, chunk_geometry, declined_reason, is_hybrid
 from lakecache._worker import WorkerHalf
@@ -124,7 +125,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if scheduling:
             self._warn(transfer.kv_load_failure_policy, unstable)
-        cache = _open_cache(config, worker=not scheduling, private=unstable is not None)
+        cache = open_cache(config, worker=not scheduling, disk=unstable is None)
         _messages.pass_on(log)
         groups = cache_groups(kv_cache_config, hybrid=hybrid)
         self._loaded_groups = tuple(sorted((*groups.attention, *groups.states)))
@@ -444,24 +445,6 @@ class LakeCacheConnector(CacheConnector):
     """The connector for every model: it serves those with full attention in every layer, and those
     with recurrent state besides attention, and declines others.
     """
-
-
-def _open_cache(config: CacheConfig, *, worker: bool, private: bool) -> Any:
-    from lakecache import _core
-
-    return _core.Cache(
-        cache_dir=None if private else config.cache_dir,
-        ram_dir=config.ram_dir,
-        cpu_bytes=config.cpu_bytes,
-        disk_capacity_bytes=None if private else config.disk_capacity_bytes,
-        shared=True,
-        io_engine=config.io_engine,
-        # What is verified in memory must not come unchecked from a damaged file again and again.
-        checksum=config.checksum or config.verify_load,
-        durability=config.durability,
-        write_policy=config.write_policy,
-        worker=worker,
-    )
 
 
 def _rank_of_worker() -> int:

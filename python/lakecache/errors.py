@@ -36,7 +36,9 @@ class StorageError(LakeCacheError, OSError):
 
 
 class EngineUnavailableError(LakeCacheError, RuntimeError):
-    """An I/O engine was asked for by name and is not to be had here. The text says why."""
+    """An I/O engine that was asked for by name, or a directory that others use, is not to be had
+    here. The text says why.
+    """
 
 
 class PoolIncompatibleError(LakeCacheError, RuntimeError):
@@ -52,4 +54,4 @@ class DeadlineError(LakeCacheError, TimeoutError):
 
 
 class LeaseLostError(LakeCacheError, RuntimeError):
-    """An object that was leased is gone. Compute it again."""
+    """An object that was leased is gone, or found no room in memory. Compute it again."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lakecache import _messages
 from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat
 from lakecache._objects import KEY_BYTES, READY
+from lakecache._opening import open_cache
 from lakecache._store_lease import StoreLease, held_prefix, held_runs, wait_for
 from lakecache.config import CacheConfig
 from lakecache.errors import CapacityError, ClosedError, ConfigError
@@ -54,17 +55,7 @@ class _Store:
         self._core = _core
         self._digest, manifest = _namespace_digest(namespace, _core.blake3)
         self._config = config
-        self._cache: _core.Cache | None = _core.Cache(
-            cache_dir=config.cache_dir,
-            ram_dir=config.ram_dir,
-            cpu_bytes=config.cpu_bytes,
-            disk_capacity_bytes=config.disk_capacity_bytes,
-            shared=shared,
-            io_engine=config.io_engine,
-            checksum=config.checksum,
-            durability=config.durability,
-            write_policy=config.write_policy,
-        )
+        self._cache: _core.Cache | None = open_cache(config, shared=shared)
         self._access = DeviceAccess()
         try:
             number = self._cache.namespace(self._digest, manifest)
@@ -119,6 +110,7 @@ class _Store:
 
         Raises:
             TypeError: `data` is not contiguous bytes in host memory.
+            ConfigError: `data` is empty.
             ClosedError: the store is closed.
         """
         source = bytes_of(data)
@@ -157,8 +149,10 @@ class _Store:
     def lease_many(self, keys: Sequence[bytes], *, timeout: float = 30.0) -> StoreLease:
         """Hold every one of `keys` that is present, wherever it stands in the list.
 
-        What is held is not evicted, from memory or disk, until it is released. Files are opened by
-        I/O threads; this waits for them, at most `timeout` seconds, and then holds what it has.
+        What is held is not evicted, from memory or disk, until it is released; so hold no more at
+        a time than fits in memory, or what lies on disk finds no room to be read to. Files are
+        opened by I/O threads; this waits for them, at most `timeout` seconds, and then holds what
+        it has.
         """
         cache = self._open()
         names = self._split(keys)
@@ -305,8 +299,9 @@ class TieredStore(_Store):
         Raises:
             ConfigError: an unknown key, or a wrong value; the text names the remedy.
             CapacityError: `cpu_bytes` can never fit here.
-            StorageError: the directory cannot be used; keeps `errno`.
-            EngineUnavailableError: `io_engine` names one that is not to be had.
+            StorageError: a directory cannot be used; keeps `errno`.
+            EngineUnavailableError: `io_engine` names one that is not to be had, or others use the
+                directory in a way that excludes this one (privately, or with another `ram_dir`).
             PoolIncompatibleError: the pool has another format, or is out of reach.
         """
         config = CacheConfig.from_extra_config(settings)

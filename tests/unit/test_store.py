@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from lakecache.errors import (
     ClosedError,
     ConfigError,
     LeaseLostError,
+    StorageError,
 )
 from lakecache.store import DiskBackend, TieredStore
 
@@ -265,6 +267,10 @@ def test_wrong_use_says_what_to_do(store, places):
         store.put_device(b"key", object())
     with pytest.raises(ConfigError, match="empty"):
         store.put(b"key", b"")
+    with pytest.raises(TypeError, match="not list"):
+        store.put(b"key", [1, 2])
+    with pytest.raises(TypeError, match="not contiguous"):
+        store.put(b"key", memoryview(b"0123")[::2])
     with pytest.raises(TypeError, match="sequence"):
         store.lookup(b"key")
     with pytest.raises(TypeError, match="must be bytes"):
@@ -275,6 +281,27 @@ def test_wrong_use_says_what_to_do(store, places):
         TieredStore(**places, cpu_byte=1)
     with pytest.raises(ConfigError, match='such as "8GiB"'):
         TieredStore(**places, cpu_bytes="8 gigs")
+
+
+def test_a_directory_that_cannot_be_used_is_named_with_its_key(tmp_path, places):
+    file = tmp_path / "file"
+    file.write_text("")
+    for key in ("cache_dir", "ram_dir"):
+        with pytest.raises(StorageError, match=f"Set {key} to a directory") as refused:
+            TieredStore(**{**places, key: str(file / "below")})
+        assert refused.value.errno in {errno.ENOENT, errno.ENOTDIR}
+        assert f"{key} {file}/below cannot be used" in str(refused.value)
+
+
+def test_a_closed_lease_keeps_nothing_of_its_store(places):
+    with TieredStore(**places, cpu_bytes=64 * MIB) as store:
+        assert store.put(b"key", b"k" * 5000)
+        lease = store.lease_many([b"key"])
+        lease.close()
+    with TieredStore(**places, cpu_bytes=64 * MIB, shared=False) as alone:
+        assert alone.lookup([b"key"])[0] == 1
+    with pytest.raises(KeyError):
+        lease.read(0)
 
 
 def test_after_close(places):
