@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lakecache import _messages
 from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
+from lakecache._metrics import CacheMetrics, StoreGrowth
 from lakecache._opening import open_cache
 from lakecache._scheduler import SchedulerHalf
 from lakecache._support import cache_groups, chunk_geometry, declined_reason, is_hybrid
@@ -132,6 +133,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._state_groups = groups.states
         geometry = chunk_geometry(kv_cache_config, groups, config.chunk_size)
         if scheduling:
+            self._growth = StoreGrowth(cache)
             self.scheduler = (HybridSchedulerHalf if hybrid else SchedulerHalf)(
                 vllm_config, kv_cache_config, config, cache,
                 groups=groups, geometry=geometry, unstable=unstable,
@@ -391,12 +393,15 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Give the scheduler half's counters, about once a second. vLLM asks in each step, so the
-        store's messages are logged here.
+        """Give the counters of scheduler half and store, about once a second. vLLM asks in each
+        step, so the store's messages are logged here.
         """
         if self.scheduler is not None or self.worker is not None:
             _messages.pass_on(log)
-        return None if self.scheduler is None else self.scheduler.stats()
+        stats = None if self.scheduler is None else self.scheduler.stats()
+        if stats is not None:
+            stats.data.update(self._growth.take())
+        return stats
 
     @classmethod
     def build_kv_connector_stats(
@@ -404,6 +409,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorStats | None:
         """Rebuild the counters in vLLM's front end."""
         return CacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> CacheMetrics:
+        """Make the counters part of vLLM's `/metrics`."""
+        return CacheMetrics(*arguments, **named)
 
     @_guarded(lambda: None)
     def shutdown(self) -> None:

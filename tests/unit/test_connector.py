@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
+from lakecache._metrics import STORE_COUNTERS, StoreGrowth
 from lakecache.connector import CacheConnector, LakeCacheConnector, MiniCacheConnector
 from lakecache.errors import ConfigError
 
@@ -156,17 +157,66 @@ def test_wrong_settings_are_refused_before_anything_is_started() -> None:
         MiniCacheConnector.requires_piecewise_for_cudagraph({"cachedir": "/var/cache"})
 
 
+def test_counters_reach_vllms_metrics() -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    types: dict[type[PromMetric], Any] = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    labels = ["model_name", "engine"]
+
+    def counted(engine: str, name: str) -> float | None:
+        found = {"model_name": "m", "engine": engine, "counter": name}
+        return REGISTRY.get_sample_value("vllm:lakecache_total", found)
+
+    try:
+        for _ in range(2):  # Another engine in the same process takes the place of the first.
+            unregister_vllm_metrics()
+            made = LakeCacheConnector.build_prom_metrics(
+                config, types, labels, {0: ["m", "0"], 1: ["m", "1"]}
+            )
+            assert counted("0", "loads_failed") == counted("1", "disk_evictions") == 0
+            made.observe({"loads_failed": 2}, 1)
+            made.observe({"loads_failed": 1, "disk_evictions": 5}, engine_idx=1)
+            assert counted("1", "loads_failed") == 3
+            assert counted("1", "disk_evictions") == 5
+            assert counted("0", "loads_failed") == 0
+    finally:
+        unregister_vllm_metrics()
+
+
+def test_the_stores_counters_go_along_as_they_grow(broken: MiniCacheConnector) -> None:
+    now = dict.fromkeys(STORE_COUNTERS, 0) | {"writes": 9}
+    told: list[CacheStats | None] = []
+    broken._growth = StoreGrowth(SimpleNamespace(stats=lambda: now))
+    broken.worker = None
+    broken.scheduler = SimpleNamespace(stats=lambda: told.pop())  # type: ignore[assignment]
+    for grows, seen in ((4, {"loads": 1, "damaged": 4}), (0, {"loads": 1})):
+        now = {**now, "damaged": now["damaged"] + grows}
+        told.append(CacheStats(data={"loads": 1}))
+        stats = broken.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data == seen
+    told.append(None)
+    assert broken.get_kv_connector_stats() is None
+    assert broken.errors == 0
+
+
 def test_every_hook_of_vllm_that_it_calls_is_known() -> None:
     """A hook that a new vLLM adds shows up here, to be answered or left alone on purpose."""
     overridden = {name for name in vars(CacheConnector) if not name.startswith("_")}
     ours = {
         "requires_kv_delivery", "wait_for_layer_load", "save_kv_layer",
-        "build_kv_connector_stats", "has_pending_block_frees", "has_pending_push_work",
+        "build_kv_connector_stats", "build_prom_metrics",
+        "has_pending_block_frees", "has_pending_push_work",
         "get_loaded_kv_cache_group_ids", "requires_piecewise_for_cudagraph",
         *(hook for hook, _, _ in HOOKS),
     }  # fmt: skip
     assert {name for name in overridden if hasattr(KVConnectorBase_V1, name)} <= ours
-    left = {"wait_for_layer_load", "save_kv_layer", "build_kv_connector_stats"}
+    left = {"wait_for_layer_load", "save_kv_layer"}
+    # vLLM's front end calls these two, with its own arguments.
+    left |= {"build_kv_connector_stats", "build_prom_metrics"}
     # These look at one dictionary, once per step; there is nothing in them to go wrong.
     left |= {"has_pending_block_frees", "has_pending_push_work", "get_loaded_kv_cache_group_ids"}
     # This one is there to raise, before anything was started.
