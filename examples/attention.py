@@ -58,7 +58,7 @@ def with_reuse(layer: Layer, prompt: torch.Tensor) -> torch.Tensor:
 
 def main() -> int:
     parser = samples.arguments(__doc__)
-    parser.add_argument("--tokens", type=samples.count, default=512)
+    parser.add_argument("--tokens", type=samples.count, default=512, help="at least 1")
     options = parser.parse_args()
     prompt = torch.randn(options.tokens, WIDTH, generator=torch.Generator().manual_seed(1))
     prompt = prompt.to(options.device)

@@ -77,6 +77,17 @@ def good(phase: str, answer: dict[str, Any], expected: dict[str, Any], *, native
     return same and answer["source"] == "memory" and reads == promotions == 0
 
 
+def refuse_short(server: serving.Server, options: argparse.Namespace) -> None:
+    """End where vLLM keeps no state of a prompt: it does at whole blocks, or units of one."""
+    group = server.core.scheduler.kv_cache_config.kv_cache_groups[0]
+    step = options.prefix_match_unit or group.kv_cache_spec.block_size
+    if min(options.tokens) <= step:
+        raise SystemExit(
+            f"--tokens {min(options.tokens)}: nothing is restored of {step} tokens or fewer with "
+            "this model; ask for more, or for a smaller --prefix-match-unit"
+        )
+
+
 def run(options: argparse.Namespace, cache_dir: str, ram_dir: str) -> tuple[dict[str, Any], bool]:
     native = options.mode == "native"
     extra = {
@@ -92,6 +103,7 @@ def run(options: argparse.Namespace, cache_dir: str, ram_dir: str) -> tuple[dict
     )  # fmt: skip
     computed, answers, well = [], [], True
     try:
+        refuse_short(server, options)
         for tokens in options.tokens:
             # No prompt is the beginning of another.
             head = server.llm.get_tokenizer().encode(f"{tokens} tokens. ")
@@ -136,19 +148,23 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    serving.add_model(parser, "qwen35-tiny")
     parser.add_argument(
-        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "qwen35-tiny")
-    )
-    parser.add_argument("--mode", choices=["native", "checkpoint"], default="checkpoint")
-    parser.add_argument("--tier-phases", type=phases, default="warm,cold,rewarm")
+        "--mode", choices=["native", "checkpoint"], default="checkpoint",
+        help="vLLM alone, or with LakeCache",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tier-phases", type=phases, default="warm,cold,rewarm",
+        help="from memory, from disk, from memory again",
+    )  # fmt: skip
     parser.add_argument("--tokens", type=numbers, default="300", help="lengths of the prompts")
     parser.add_argument("--prefix-match-unit", type=int, help="vLLM's, for states within a block")
     parser.add_argument("--answer-tokens", type=int, default=16)
-    parser.add_argument("--full-logprobs", action="store_true")
+    parser.add_argument("--full-logprobs", action="store_true", help="of the whole vocabulary")
     parser.add_argument("--cpu-bytes", default="512MiB")
     parser.add_argument("--disk-bytes", default="2GiB")
     parser.add_argument("--cache-dir", help="default: a folder that is removed in the end")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="the answers, for tests/compare_outputs.py")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="lakecache-example-") as files,

@@ -53,17 +53,17 @@ def snapshot(options: argparse.Namespace) -> tuple[dict, dict[str, str]]:
         server.close()
 
 
+def layers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
-    )
-    parser.add_argument(
-        "--layers", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1]
-    )
+    serving.add_model(parser, "SmolLM2-135M")
+    parser.add_argument("--layers", type=layers, default="0,1", help="numbers of layers")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what vLLM is for")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=512, help="length of the prompt")
+    parser.add_argument("--output", type=Path, required=True, help="the safetensors file to make")
     options = parser.parse_args()
     serving.require_device(options.device)
     tensors, about = snapshot(options)

@@ -130,9 +130,7 @@ def demonstrate(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
-    )
+    serving.add_model(parser, "SmolLM2-135M")
     parser.add_argument(
         "--tokens", type=serving.prompt_tokens, default=1500, help="length of the prompt"
     )

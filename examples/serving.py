@@ -37,6 +37,16 @@ def model(name: str) -> str:
     return name
 
 
+def add_model(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--model",
+        type=model,
+        default=str(ROOT / ".models" / default),
+        help=f"a folder, or a name in Hugging Face's cache (HF_HUB_OFFLINE=0 downloads it there); "
+        f"default: .models/{default}",
+    )
+
+
 def require_device(wanted: str | None) -> None:
     """End where vLLM was built for another kind of device than was asked for."""
     if wanted is None:

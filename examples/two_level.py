@@ -7,6 +7,7 @@ With --shared another process does the reading, through the same shared memory.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def read_twice(store: TieredStore) -> dict:
 def main() -> int:
     parser = samples.arguments(__doc__)
     parser.add_argument("--shared", action="store_true", help="read in a second process")
-    parser.add_argument("--reader", help="used by --shared: places of the store, as JSON")
+    # Used by --shared: the places of the store, as JSON.
+    parser.add_argument("--reader", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reader:
         with TieredStore(**json.loads(options.reader), cpu_bytes=MEMORY) as store:

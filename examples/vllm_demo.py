@@ -57,10 +57,11 @@ def run(options: argparse.Namespace, cache_dir: str, ram_dir: str) -> tuple[list
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    serving.add_model(parser, "SmolLM2-135M")
     parser.add_argument(
-        "--model", type=serving.model, default=str(serving.ROOT / ".models" / "SmolLM2-135M")
-    )
-    parser.add_argument("--mode", choices=["native", "pinned", "sync"], default="pinned")
+        "--mode", choices=["native", "pinned", "sync"], default="pinned",
+        help="vLLM alone, or how LakeCache copies",
+    )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what vLLM is for")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cpu-bytes", default="512MiB")
@@ -70,7 +71,7 @@ def main() -> int:
         "--tokens", type=serving.prompt_tokens, default=1024, help="length of the prompt"
     )
     parser.add_argument("--answer-tokens", type=int, default=16)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="the answers, for tests/compare_outputs.py")
     options = parser.parse_args()
     serving.require_device(options.device)
     with (

@@ -77,6 +77,7 @@ def test_a_device_that_vllm_is_not_for_is_refused(tiny_model):
         (("demo.py", "--kv-snapshot", "/nowhere"), "kv_snapshot.py makes one"),
         (("main_demo.py", "--tokens", "256"), "nothing would be restored"),
         (("vllm_demo.py", "--model", "/nowhere"), "`make models`"),
+        (("kv_snapshot.py", "--layers", "a", "--output", "x"), "invalid layers value: 'a'"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments, says):
@@ -99,6 +100,26 @@ def test_snapshot_of_real_kv(tiny_model, tmp_path):
     assert "layer 1" in run("kv_snapshot.py", "--model", str(tiny_model), *arguments)
     run("host_kv.py", "--kv-snapshot", file)
     run("demo.py", "--kv-snapshot", file)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_hybrid_demo_refuses_prompts_without_a_state(models):
+    pytest.importorskip("vllm")
+    model = models / "qwen35-moe-tiny"
+    if not (model / "config.json").exists():
+        pytest.skip(f"{model} is missing: make test makes it")
+    command = [sys.executable, str(ROOT / "examples" / "hybrid_demo.py"), "--model", str(model)]
+    done = subprocess.run(
+        [*command, "--tokens", "300,16", "--prefix-match-unit", "16"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "nothing is restored of 16 tokens or fewer" in done.stderr
 
 
 @pytest.mark.vllm
