@@ -242,8 +242,8 @@ fn settled(dir: &Path, store: &DiskStore) {
     for (path, bytes) in files {
         let file = fs::read(&path).expect("a file");
         let header = Header::parse(&file).expect("an intact header");
-        let length = usize::try_from(header.payload_bytes).expect("a size");
-        assert_eq!(Some(bytes), format::file_bytes(header.payload_bytes));
+        let length = usize::try_from(header.info.payload_bytes).expect("a size");
+        assert_eq!(Some(bytes), format::file_bytes(header.info.payload_bytes));
         assert_eq!(checksum(&file[4096..4096 + length]), header.payload_checksum);
         assert!(file[4096 + length..].iter().all(|&byte| byte == 0), "padding is zero");
     }

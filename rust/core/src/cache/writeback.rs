@@ -212,13 +212,10 @@ fn write_loop(shared: &Shared) {
             if stopping {
                 return;
             }
-            let queue = shared.lock();
-            if !queue.fresh {
+            let mut queue = shared.lock();
+            if !std::mem::take(&mut queue.fresh) {
                 drop(shared.changed.wait_timeout(queue, RESCAN));
-                continue;
             }
-            let mut queue = queue;
-            queue.fresh = false;
             continue;
         }
         for slot in claimed {

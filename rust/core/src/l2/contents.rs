@@ -123,7 +123,7 @@ fn kind_of(path: &Path, namespace: &Namespace, key: &ObjectKey, bytes: u64) -> R
         Err(error) => return Err(error),
     };
     let header = header_of(&file, path)?;
-    Ok(header.ok().filter(|it| it.check(namespace, key, bytes).is_ok()).map(|it| it.kind))
+    Ok(header.ok().filter(|it| it.check(namespace, key, bytes).is_ok()).map(|it| it.info.kind))
 }
 
 type Visit<'a> = &'a mut dyn FnMut(&Path, What) -> Result<()>;

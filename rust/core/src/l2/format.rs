@@ -7,6 +7,7 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::ObjectInfo;
 use crate::units::{PAGE_BYTES, align_up};
 use crate::{Namespace, ObjectKey};
 
@@ -94,20 +95,8 @@ impl Damage {
 pub struct Header {
     /// Namespace of the object.
     pub namespace: Namespace,
-    /// Its key.
-    pub key: ObjectKey,
-    /// The object that it continues.
-    pub parent: Option<ObjectKey>,
-    /// Chunk or state.
-    pub kind: u8,
-    /// Parts in the payload, in rank order and of equal size.
-    pub ranks: u16,
-    /// First token that it covers.
-    pub first_token: u32,
-    /// The token after the last that it covers.
-    pub last_token: u32,
-    /// Bytes of the payload, without padding.
-    pub payload_bytes: u64,
+    /// What it is.
+    pub info: ObjectInfo,
     /// CRC-64/NVME of the payload.
     pub payload_checksum: u64,
 }
@@ -144,20 +133,21 @@ pub fn file_bytes(payload_bytes: u64) -> Option<u64> {
 impl Header {
     /// The header's page.
     pub fn encode(&self) -> Box<Page> {
-        let ranks = u64::from(self.ranks.max(1));
+        let info = &self.info;
+        let ranks = u64::from(info.ranks.max(1));
         let raw = Raw {
             magic: MAGIC,
             version: FORMAT_VERSION.into(),
-            kind: self.kind,
-            flags: if self.parent.is_some() { HAS_PARENT } else { 0 },
-            ranks: self.ranks.into(),
+            kind: info.kind,
+            flags: if info.parent.is_some() { HAS_PARENT } else { 0 },
+            ranks: info.ranks.into(),
             namespace: self.namespace.0,
-            key: self.key.0,
-            parent: self.parent.map_or([0; 32], |parent| parent.0),
-            first_token: self.first_token.into(),
-            last_token: self.last_token.into(),
-            payload_bytes: self.payload_bytes.into(),
-            rank_bytes: (self.payload_bytes / ranks).into(),
+            key: info.key.0,
+            parent: info.parent.map_or([0; 32], |parent| parent.0),
+            first_token: info.first_token.into(),
+            last_token: info.last_token.into(),
+            payload_bytes: info.payload_bytes.into(),
+            rank_bytes: (info.payload_bytes / ranks).into(),
             payload_checksum: self.payload_checksum.into(),
             reserved: [0; CHECKED_BYTES - 144],
             header_checksum: 0.into(),
@@ -189,26 +179,28 @@ impl Header {
         }
         Ok(Self {
             namespace: Namespace(raw.namespace),
-            key: ObjectKey(raw.key),
-            parent: (raw.flags & HAS_PARENT != 0).then_some(ObjectKey(raw.parent)),
-            kind: raw.kind,
-            ranks,
-            first_token: raw.first_token.get(),
-            last_token: raw.last_token.get(),
-            payload_bytes,
+            info: ObjectInfo {
+                key: ObjectKey(raw.key),
+                parent: (raw.flags & HAS_PARENT != 0).then_some(ObjectKey(raw.parent)),
+                kind: raw.kind,
+                first_token: raw.first_token.get(),
+                last_token: raw.last_token.get(),
+                ranks,
+                payload_bytes,
+            },
             payload_checksum: raw.payload_checksum.get(),
         })
     }
 
     /// Compares with what the file's name and length say.
     pub fn check(&self, namespace: &Namespace, key: &ObjectKey, len: u64) -> Result<(), Damage> {
-        if self.key != *key {
+        if self.info.key != *key {
             return Err(Damage::Key);
         }
         if self.namespace != *namespace {
             return Err(Damage::Namespace);
         }
-        match file_bytes(self.payload_bytes).map(|bytes| len.cmp(&bytes)) {
+        match file_bytes(self.info.payload_bytes).map(|bytes| len.cmp(&bytes)) {
             Some(std::cmp::Ordering::Equal) => Ok(()),
             Some(std::cmp::Ordering::Greater) => Err(Damage::Longer),
             _ => Err(Damage::Truncated),
@@ -230,13 +222,15 @@ mod tests {
     fn header() -> Header {
         Header {
             namespace: Namespace([1; 32]),
-            key: ObjectKey([2; 32]),
-            parent: Some(ObjectKey([3; 32])),
-            kind: 1,
-            ranks: 2,
-            first_token: 256,
-            last_token: 512,
-            payload_bytes: 10_000,
+            info: ObjectInfo {
+                key: ObjectKey([2; 32]),
+                parent: Some(ObjectKey([3; 32])),
+                kind: 1,
+                first_token: 256,
+                last_token: 512,
+                ranks: 2,
+                payload_bytes: 10_000,
+            },
             payload_checksum: 0x0123_4567_89ab_cdef,
         }
     }
@@ -244,7 +238,8 @@ mod tests {
     #[test]
     fn a_header_round_trips() {
         for parent in [None, Some(ObjectKey([9; 32]))] {
-            let header = Header { parent, ..header() };
+            let mut header = header();
+            header.info.parent = parent;
             assert_eq!(Header::parse(&header.encode().0), Ok(header));
         }
     }
@@ -276,8 +271,8 @@ mod tests {
     #[test]
     fn name_and_length_must_agree() {
         let header = header();
-        let (namespace, key) = (header.namespace, header.key);
-        let bytes = file_bytes(header.payload_bytes).unwrap();
+        let (namespace, key) = (header.namespace, header.info.key);
+        let bytes = file_bytes(header.info.payload_bytes).unwrap();
         assert_eq!(bytes, 4096 + 12288);
         assert_eq!(header.check(&namespace, &key, bytes), Ok(()));
         assert_eq!(header.check(&namespace, &key, bytes - 1), Err(Damage::Truncated));

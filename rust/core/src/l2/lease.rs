@@ -37,7 +37,7 @@ impl DiskLease {
     /// Compares what the file's header says with what its record and its name say.
     pub fn check(&self, header: Header) -> Result<Header, Damage> {
         header.check(&self.namespace, &self.info.key, self.len)?;
-        if header.payload_bytes == self.info.payload_bytes {
+        if header.info.payload_bytes == self.info.payload_bytes {
             Ok(header)
         } else {
             Err(Damage::Fields)

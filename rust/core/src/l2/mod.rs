@@ -105,14 +105,6 @@ pub struct L2Gauges {
     pub capacity: Option<u64>,
     /// Whether bytes and names were compared with the directory.
     pub scan_done: bool,
-    /// Objects written.
-    pub stored: u64,
-    /// Bytes written, headers included.
-    pub stored_bytes: u64,
-    /// Writes that found the object there already.
-    pub existing: u64,
-    /// Writes without room.
-    pub no_room: u64,
     /// Objects evicted.
     pub evicted: u64,
     /// Victims passed over because they were being read.
@@ -134,9 +126,6 @@ pub struct L2Gauges {
 #[derive(Debug, Default)]
 struct Counters {
     stored: AtomicU64,
-    stored_bytes: AtomicU64,
-    existing: AtomicU64,
-    no_room: AtomicU64,
     evicted: AtomicU64,
     leased_skips: AtomicU64,
     leases: AtomicU64,
@@ -273,10 +262,6 @@ impl DiskStore {
             objects: u64::from(root.count.load(Ordering::Relaxed)),
             capacity: self.pool.disk_capacity(),
             scan_done: self.scan_done(),
-            stored: get(&counters.stored),
-            stored_bytes: get(&counters.stored_bytes),
-            existing: get(&counters.existing),
-            no_room: get(&counters.no_room),
             evicted: get(&counters.evicted),
             leased_skips: get(&counters.leased_skips),
             leases: get(&counters.leases),

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use super::evict::Room;
 use super::format::{Header, Page, file_bytes};
+use super::lease::header_of;
 use super::table::{Begin, Outcome, Word};
 use super::{DiskStore, Durability, Finish, LOCK_WAIT, ObjectInfo, count, locked, make_in};
 use crate::units::PAGE_BYTES;
@@ -98,8 +99,6 @@ impl DiskStore {
         let written = self.write_checked(info, namespace, checksum, segments);
         match &written {
             Ok(Written::Stored) if self.health.worked() => log::info!("the disk works again"),
-            Ok(Written::Exists) => count(&self.counters.existing),
-            Ok(Written::NoRoom(_)) => count(&self.counters.no_room),
             Ok(_) => {}
             Err(error) => {
                 count(&self.counters.errors);
@@ -131,17 +130,7 @@ impl DiskStore {
             return Ok(Written::NoRoom(NoRoom::Busy));
         };
         self.settle_orphans()?;
-        let header = Header {
-            namespace: *namespace,
-            key: info.key,
-            parent: info.parent,
-            kind: info.kind,
-            ranks: info.ranks,
-            first_token: info.first_token,
-            last_token: info.last_token,
-            payload_bytes: info.payload_bytes,
-            payload_checksum: checksum,
-        };
+        let header = Header { namespace: *namespace, info: *info, payload_checksum: checksum };
         let content = Content { header: &header, page: header.encode(), segments };
         for last_try in [false, true] {
             let (record, word) = match self.reserve(info, number, file_bytes)? {
@@ -155,7 +144,6 @@ impl DiskStore {
                 Ok(Linked::New) => {
                     self.forget_negative(&info.key);
                     self.count_stored();
-                    self.counters.stored_bytes.fetch_add(file_bytes, Ordering::Relaxed);
                     return Ok(Written::Stored);
                 }
                 Ok(Linked::Adopted) => return Ok(Written::Exists),
@@ -234,7 +222,7 @@ impl DiskStore {
     }
 
     fn make_file(&self, content: &Content) -> Result<Linked> {
-        let path = self.path(&content.header.namespace, &content.header.key);
+        let path = self.path(&content.header.namespace, &content.header.info.key);
         let dir = path.parent().unwrap_or(&self.dir);
         let aligned = content
             .segments
@@ -254,7 +242,7 @@ impl DiskStore {
 
     fn attempt(&self, content: &Content, path: &Path, dir: &Path, direct: bool) -> Result<Linked> {
         let failed = |error| Error::io(format!("writing {}", path.display()), error);
-        let file = Temporary::make(dir, &content.header.key, direct)?;
+        let file = Temporary::make(dir, &content.header.info.key, direct)?;
         write_content(&file.file, content).map_err(failed)?;
         if self.options.durability == Durability::Data {
             sys::object::sync_data(&file.file).map_err(failed)?;
@@ -287,15 +275,13 @@ impl DiskStore {
         if !stat.is_file {
             return Ok(false);
         }
-        let damaged = locked(&self.negative).get(&header.key).map(|negative| negative.inode);
+        let damaged = locked(&self.negative).get(&header.info.key).map(|negative| negative.inode);
         if damaged == Some(stat.inode) {
             return Ok(false);
         }
-        let mut page = Page::zeroed();
-        sys::file::pread_full(&file, &mut page.0, 0)
-            .map_err(|error| Error::io(format!("reading {}", path.display()), error))?;
-        let found = Header::parse(&page.0);
-        let fits = |found: &Header| found.check(&header.namespace, &header.key, stat.len).is_ok();
+        let found = header_of(&file, path)?;
+        let fits =
+            |found: &Header| found.check(&header.namespace, &header.info.key, stat.len).is_ok();
         Ok(found.is_ok_and(|found| fits(&found) && found == *header))
     }
 
@@ -310,7 +296,7 @@ impl DiskStore {
 
 fn write_content(file: &OwnedFd, content: &Content) -> io::Result<()> {
     let mut parts = vec![(content.page.0.as_ptr(), content.page.0.len())];
-    let mut left = content.header.payload_bytes;
+    let mut left = content.header.info.payload_bytes;
     for segment in content.segments {
         parts.push((segment.address, usize::try_from(segment.bytes).map_err(io::Error::other)?));
         left -= segment.bytes;
@@ -318,7 +304,7 @@ fn write_content(file: &OwnedFd, content: &Content) -> io::Result<()> {
     debug_assert_eq!(left, 0);
     // The tail goes through a page of its own: what lies behind it in memory is another object's.
     let mut tail = Page::zeroed();
-    let tail_bytes = content.header.payload_bytes % PAGE_BYTES;
+    let tail_bytes = content.header.info.payload_bytes % PAGE_BYTES;
     if tail_bytes > 0 {
         cut_tail(&mut parts, &mut tail, usize::try_from(tail_bytes).map_err(io::Error::other)?);
         parts.push((tail.0.as_ptr(), tail.0.len()));

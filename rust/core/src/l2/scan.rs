@@ -347,16 +347,7 @@ fn judge(
     })?;
     Ok(Header::parse(&page.0[..read]).and_then(|header| {
         header.check(&namespace, &key, entry.len)?;
-        let info = ObjectInfo {
-            key,
-            parent: header.parent,
-            kind: header.kind,
-            first_token: header.first_token,
-            last_token: header.last_token,
-            ranks: header.ranks,
-            payload_bytes: header.payload_bytes,
-        };
         let order = (true, entry.modified);
-        Ok(Found { namespace, info, file_bytes: entry.len, order })
+        Ok(Found { namespace, info: header.info, file_bytes: entry.len, order })
     }))
 }

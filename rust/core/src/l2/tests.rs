@@ -103,7 +103,7 @@ fn put(store: &DiskStore, n: u32, bytes: u64) -> Written {
 fn get(store: &DiskStore, n: u32) -> Option<Vec<u8>> {
     let lease = store.lease(&key(n)).unwrap()?;
     let header = store.read_header(&lease).unwrap()?;
-    let mut bytes = vec![0; usize::try_from(header.payload_bytes).unwrap()];
+    let mut bytes = vec![0; usize::try_from(header.info.payload_bytes).unwrap()];
     let path = store.path(&NAMESPACE, &key(n));
     fs::File::open(path).unwrap().read_exact_at(&mut bytes, format::HEADER_BYTES).unwrap();
     assert_eq!(crc_fast::checksum(Crc64Nvme, &bytes), header.payload_checksum);
@@ -253,13 +253,13 @@ fn lies() -> Vec<(Damage, Lie)> {
         (Damage::Magic, |path| edit(path, 0, b"XXXX")),
         (Damage::Version, version),
         (Damage::HeaderChecksum, |path| edit(path, 60, b"XXXX")),
-        (Damage::Key, |path| header(path, |header| header.key = key(99))),
+        (Damage::Key, |path| header(path, |header| header.info.key = key(99))),
         (Damage::Namespace, |path| header(path, |header| header.namespace = Namespace([8; 32]))),
         (Damage::Truncated, |path| length(path, 8192)),
         (Damage::Truncated, |path| length(path, 100)),
         (Damage::Truncated, |path| length(path, 0)),
         (Damage::Longer, |path| length(path, 1 << 20)),
-        (Damage::Truncated, |path| header(path, |header| header.payload_bytes = 1 << 40)),
+        (Damage::Truncated, |path| header(path, |header| header.info.payload_bytes = 1 << 40)),
     ]
 }
 

@@ -359,7 +359,7 @@ impl Opener<'_> {
             let result = mapping.allocate(file.as_fd(), 0, self.geometry.data_offset);
             match result {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
-                    if sweep::remove_idle(&self.place.ram_dir) == 0 {
+                    if !sweep::remove_idle(&self.place.ram_dir) {
                         return Err(self.no_space(&error));
                     }
                 }
@@ -537,12 +537,11 @@ impl Header {
         unsafe { aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(page.as_ptr(), size) };
         // SAFETY: every byte was written, and any bytes are a valid header: integers all through.
         let header = unsafe { aligned.assume_init() };
-        let [magic, version] =
-            [header.magic.load(Ordering::Relaxed), header.version.load(Ordering::Relaxed).into()];
+        let magic = header.magic.load(Ordering::Relaxed);
+        let version = header.version.load(Ordering::Relaxed);
         if magic == 0 {
             return Found::Unpublished;
         }
-        let version = u32::try_from(version).unwrap_or(0);
         let path_len = header.cache_dir_len.load(Ordering::Relaxed) as usize;
         let sound = header.geometry.is_sound(file_bytes) && path_len <= CACHE_DIR_MAX;
         if magic != MAGIC || version != FORMAT_VERSION || !sound {

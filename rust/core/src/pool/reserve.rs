@@ -177,7 +177,7 @@ impl Core {
     fn reserve_piece(&self, piece: u32) -> Result<Outcome> {
         let (offset, bytes) = self.geometry.piece(piece);
         let mut short = lacking(bytes, self.path.as_deref())?;
-        if short.is_some() && self.release_idle_pools() > 0 {
+        if short.is_some() && self.release_idle_pool() {
             short = lacking(bytes, self.path.as_deref())?;
         }
         if let Some(reason) = short {
@@ -210,11 +210,9 @@ impl Core {
         Outcome::PutOff
     }
 
-    fn release_idle_pools(&self) -> u64 {
-        let Some(ram_dir) = self.path.as_ref().and_then(|path| path.parent()?.parent()) else {
-            return 0;
-        };
-        sweep::remove_idle(ram_dir)
+    fn release_idle_pool(&self) -> bool {
+        let ram_dir = self.path.as_ref().and_then(|path| path.parent()?.parent());
+        ram_dir.is_some_and(sweep::remove_idle)
     }
 
     fn reserve_all(&self) {

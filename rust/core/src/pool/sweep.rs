@@ -56,27 +56,25 @@ pub(super) fn remove_orphans(ram_dir: &Path) {
     }
 }
 
-/// Removes every pool of ours that nobody holds, until one was; the number removed.
-pub(super) fn remove_idle(ram_dir: &Path) -> u64 {
-    let oldest = candidates(ram_dir).into_iter().find(|pool| {
-        pool.remove() && {
-            log::warn!("removed the idle pool {}: its memory is needed", pool.path.display());
-            true
-        }
-    });
-    u64::from(oldest.is_some())
+/// Removes the oldest pool of ours that nobody holds. False: there is none.
+pub(super) fn remove_idle(ram_dir: &Path) -> bool {
+    let removed = candidates(ram_dir).into_iter().find(Candidate::remove);
+    if let Some(pool) = &removed {
+        log::warn!("removed the idle pool {}: its memory is needed", pool.path.display());
+    }
+    removed.is_some()
 }
 
 impl Candidate {
     /// False: someone holds it, or it is another file by now.
     fn remove(&self) -> bool {
-        let ours = matches!(flock_exclusive(&self.file), Ok(true));
-        ours && place::is_same_file(&self.file, &self.path)
-            && place::unlink_same(&self.file, &self.path).is_ok()
-            && {
-                remove_dir_if_empty(self.path.parent());
-                true
-            }
+        let removed = matches!(flock_exclusive(&self.file), Ok(true))
+            && place::is_same_file(&self.file, &self.path)
+            && place::unlink_same(&self.file, &self.path).is_ok();
+        if removed {
+            remove_dir_if_empty(self.path.parent());
+        }
+        removed
     }
 }
 
