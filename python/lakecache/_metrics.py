@@ -53,17 +53,20 @@ class StoreGrowth:
     """What the scheduler's store has counted since it was last asked."""
 
     def __init__(self, cache: Any) -> None:
-        """Begin at zero, as the store does."""
+        """Begin with what is counted already: evictions from memory are those of the pool."""
         self._cache = cache
-        self._before: dict[str, int] = dict.fromkeys(STORE_COUNTERS, 0)
+        self._before = self._now()
 
     def take(self) -> dict[str, int]:
         """Give the growth of each counter that has grown."""
-        stats = self._cache.stats()
-        now = {name: stats[name] for name in STORE_COUNTERS}
+        now = self._now()
         grown = {name: now[name] - self._before[name] for name in STORE_COUNTERS}
         self._before = now
         return {name: count for name, count in grown.items() if count}
+
+    def _now(self) -> dict[str, int]:
+        stats = self._cache.stats()
+        return {name: stats[name] for name in STORE_COUNTERS}
 
 
 class CacheMetrics(KVConnectorPromMetrics):

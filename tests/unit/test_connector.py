@@ -187,7 +187,8 @@ def test_counters_reach_vllms_metrics() -> None:
 
 
 def test_the_stores_counters_go_along_as_they_grow(broken: MiniCacheConnector) -> None:
-    now = dict.fromkeys(STORE_COUNTERS, 0) | {"writes": 9}
+    # The pool is an older one, and has a past.
+    now = dict.fromkeys(STORE_COUNTERS, 0) | {"writes": 9, "memory_evictions": 7}
     told: list[CacheStats | None] = []
     broken._growth = StoreGrowth(SimpleNamespace(stats=lambda: now))
     broken.worker = None
