@@ -46,11 +46,13 @@ def _objects(directory: Path) -> Iterator[Path]:
 def _read(file: Path, share: int, deadline: float) -> int:
     """Read up to `share` bytes of a file until the deadline; objects may vanish at any time."""
     total = 0
+    # A pipe in its place must not be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
-            opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            opened = os.open(file, flags | os.O_DIRECT)
         except OSError:
-            opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            opened = os.open(file, flags)
             os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             # Anonymous pages are aligned as direct reads want it.

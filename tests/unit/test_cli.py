@@ -99,6 +99,20 @@ def test_stats_names_what_is_damaged_or_foreign(place, said):
     assert disk["foreign"] == [str(Path(place[1]) / "notes.txt")]
 
 
+@pytest.mark.timeout(60)
+def test_a_manifest_that_is_none_names_nothing(place, said):
+    fill(place)
+    (manifest,) = Path(place[1]).rglob("manifest.json")
+    for broken in (b"", b"[" * 100_000, b"{}", b"[]", b"\xff", None):
+        if broken is None:
+            manifest.unlink()
+            os.mkfifo(manifest)
+        else:
+            manifest.write_bytes(broken)
+        (namespace,) = said("stats", *place)["disk"]["namespaces"].values()
+        assert namespace["about"] is None
+
+
 def test_memory_only(ram_folder, said):
     ram = ["--ram-dir", str(ram_folder)]
     assert said("stats", *ram)["memory"] is None

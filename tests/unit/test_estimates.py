@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -353,6 +354,16 @@ def test_reading_finds_out_how_fast_a_disk_is(tmp_path: Path) -> None:
     speed = probe_disk(tmp_path)
     assert speed is not None
     assert speed > 0
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_says_nothing_of_the_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "ab" / "00"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "pipe.kv")
+    (folder / "link.kv").symlink_to("/dev/zero")
+    (folder / "folder.kv").mkdir()
+    assert probe_disk(tmp_path) is None
 
 
 @pytest.mark.parametrize("bandwidth", [1e9, 2e9, 6e9])

@@ -70,10 +70,12 @@ def _namespace(directory: Path, stored: dict[str, Any]) -> dict[str, Any]:
 
 def _about(directory: Path) -> str | None:
     """What the manifest, which is for people, calls the namespace."""
+    file = directory / "manifest.json"
     try:
-        manifest = json.loads((directory / "manifest.json").read_bytes())
+        # A pipe would be waited for.
+        manifest = json.loads(file.read_bytes()) if file.is_file() else {}
         return str(manifest.get("name") or ", ".join(manifest["model"]["config"]["architectures"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
