@@ -98,9 +98,19 @@ def flat(tensor: Any) -> torch.Tensor:
 
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a torch tensor is needed, not {type(tensor).__name__}")
+    _check_plain(tensor)
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose memory is not its value, from the first byte to the last."""
     if not tensor.is_contiguous():
         raise TypeError("the tensor is not contiguous; use .contiguous()")
-    return tensor.detach().view(-1).view(torch.uint8)
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            "the tensor is a view that negates or conjugates what lies in memory; use "
+            ".resolve_conj() or .resolve_neg()"
+        )
 
 
 def fill_views(views: Sequence[memoryview], source: memoryview) -> None:
@@ -124,8 +134,7 @@ def bytes_of(data: Any) -> memoryview:
         return _buffer_of(data)
     if data.device.type != "cpu":
         raise TypeError(f"the tensor is on {data.device}; copy it to host memory first (.cpu())")
-    if not data.is_contiguous():
-        raise TypeError("the tensor is not contiguous; use .contiguous()")
+    _check_plain(data)
     size = data.numel() * data.element_size()
     if not size:
         return memoryview(b"")

@@ -220,7 +220,8 @@ def wait_for(look: Callable[[], Any], deadline: float) -> Any:
     pause = FIRST_SLEEP_SECONDS
     while True:
         answer = look()
-        if answer is not None or time.monotonic() >= deadline:
+        # So that a deadline that is no number has passed.
+        if answer is not None or not time.monotonic() < deadline:
             return answer
         time.sleep(pause)
         pause = min(pause * 2, LONGEST_SLEEP_SECONDS)

@@ -194,6 +194,13 @@ def test_tensors(store):
     assert torch.equal(tensor.view(torch.int16), back.view(torch.int16))
     with pytest.raises(TypeError, match=r"\.contiguous\(\)"):
         store.put(b"strided", tensor.transpose(0, 1))
+    turned = torch.tensor([1 + 2j]).conj()
+    for value in (turned, turned.imag):
+        for put in (store.put, store.put_device):
+            with pytest.raises(TypeError, match=r"\.resolve_conj\(\)"):
+                put(b"turned", value)
+    with store.lease_many([b"tensor"]) as lease, pytest.raises(TypeError, match="resolve_neg"):
+        lease.copy_into(0, back.view(torch.complex64).conj())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -315,7 +322,8 @@ def test_after_close(places):
 
 
 def test_an_object_larger_than_memory_is_not_stored(store):
-    assert not store.put(b"large", bytes(80 * MIB), timeout=0.2)
+    for timeout in (0.2, float("nan")):
+        assert not store.put(b"large", bytes(80 * MIB), timeout=timeout)
     assert store.put(b"small", b"s" * 5000)
 
 
