@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +46,8 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+# With no more digits than Python turns into a number.
+_SIZE = re.compile(r"(\d{1,4000}(?:\.\d+)?)\s*([a-z]*)")
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +165,10 @@ def _directory(key: str, value: object) -> str:
         raise ConfigError(_wrong(key, value, "the path of a directory"))
     if "\0" in value:
         raise ConfigError(_wrong(key, value, "a path without a NUL character"))
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ConfigError(_wrong(key, value, "a path in Unicode")) from None
     # Absolute now: engine, scheduler and workers may run in different working directories.
     try:
         return str(Path(value).expanduser().absolute())

@@ -86,6 +86,7 @@ def test_a_long_value_is_not_repeated_at_length() -> None:
 WRONG = [
     1, -1, 0, 1.5, float("nan"), float("inf"), True, None, "", "x", [], {}, b"x", ["a"], "1e9",
     "-5GiB", "\0", "~nobody-of-this-name", 10**30, "9" * 400 + "GiB", "1." + "9" * 400 + "GiB",
+    "9" * 5000 + "GiB", "/\ud800",
 ]  # fmt: skip
 
 
