@@ -217,11 +217,15 @@ class Backlog:
             self._saves.start(plan, KIND_CHUNK, slot, *run.take(), run.step)
             stored = 1
         else:
-            stored = self._cache.lookup(keys[index * KEY_BYTES : (index + len(run)) * KEY_BYTES])[0]
+            rest = keys[index * KEY_BYTES : (index + len(run)) * KEY_BYTES]
+            stored, in_memory = self._cache.lookup(rest)
             if not stored:
                 # No room, a busy lock, or somebody is writing it: perhaps in the next step.
                 self._wait(tracked)
                 return False
+            if in_memory < stored:
+                # There may be room for the others in memory.
+                stored = 1
             # Left over behind lost ones: as recent now as what is stored around them.
             self._cache.touch(keys[: (index + stored) * KEY_BYTES])
             self._saves.unpin(run.take(stored)[1])

@@ -58,19 +58,26 @@ class ChunkSaver:
         """Whether more chunks of this request may get slots."""
         return tracked.request.request_id in self._requests or tracked in self.backlog
 
-    def begin(self, tracked: Tracked) -> None:
-        """Save what is computed behind the chunks that are stored already, and refresh those;
-        nothing changes for a request that was begun before.
+    def begin(self, tracked: Tracked, computed: int) -> None:
+        """Save the chunks that are not stored, and those from `computed` on that are on disk alone;
+        refresh what is stored. Nothing changes for a request that was begun before.
+
+        `computed` is the first chunk that the request does not find in the GPU, nor loads.
         """
         if tracked.next_save >= 0 or tracked.request.resumable:
             return
         self._requests[tracked.request.request_id] = tracked
         keys = self._keys.chunks(tracked)[: self._limit(tracked) * KEY_BYTES]
-        tracked.next_save = tracked.pinned = 0
+        stored = 0
         if keys:
-            tracked.next_save = tracked.pinned = self._cache.lookup(keys)[0]
-            if tracked.next_save and tracked.load is None:
-                self._cache.touch(keys[: tracked.next_save * KEY_BYTES])
+            stored, in_memory = self._cache.lookup(keys)
+            if stored and tracked.load is None:
+                self._cache.touch(keys[: stored * KEY_BYTES])
+            if computed < stored and in_memory < stored:
+                # Its next reader shall not have to compute it, too, where the disk is slow.
+                stored, in_memory = self._cache.lookup(keys[computed * KEY_BYTES :])
+                stored = computed + stored * (in_memory == stored)
+        tracked.next_save = tracked.pinned = stored
 
     def _limit(self, tracked: Tracked) -> int:
         request = tracked.request

@@ -66,9 +66,9 @@ class HybridSchedulerHalf(SchedulerHalf):
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Answer how far beyond `local` the deepest checkpoint is; hold a lease on all of it."""
+        tracked = self._asking(request, local)
         # vLLM asks behind whole blocks, and which chunks a state needs is counted from there.
-        tracked = None if local % self.block else self._asking(request, local)
-        if tracked is None:
+        if tracked is None or local % self.block:
             return 0, False
         answer = self._lease_checkpoint(tracked, local)
         # Before it cuts the prompt into steps: have vLLM keep the state here, too.

@@ -259,7 +259,9 @@ class SchedulerHalf:
         choice, tracked.choice = tracked.choice, None
         if choice is not None:
             self.counts.update(choice.counters(self.chunk, loads=external > 0))
-        self.chunk_saver.begin(tracked)
+        end = tracked.local + external
+        # Of a chunk that the GPU has a part of the rest is computed; what is loaded is in memory.
+        self.chunk_saver.begin(tracked, -(-end // self.chunk) if external else end // self.chunk)
 
     def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
         first, end = tracked.first, tracked.local + external

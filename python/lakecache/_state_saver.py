@@ -134,7 +134,7 @@ class StateSaver:
         if self._boundaries.is_junction(tracked.request, boundary):
             self._note_reused(key)
         tracked.kept = max(tracked.kept, boundary)
-        if self._cache.lookup(key)[0]:
+        if self._cache.lookup(key)[1]:
             # It was just loaded, or computed again.
             return
         if not all(ids) or not self._saves.room_for(len(ids)):
@@ -171,8 +171,8 @@ class StateSaver:
     def _store(self, plan: StepPlan, offer: Offer) -> bool:
         """Begin to store a state, or give it up; whether it waits for the next step instead."""
         need = offer.boundary // self._block
-        slot = None
-        if offer.tracked.next_save >= need:
+        slot, early = None, offer.tracked.next_save < need
+        if not early:
             slot = self._cache.reserve(
                 offer.space, offer.key, offer.kind, offer.parent,
                 # Deeper than its last chunk, which an eviction must find behind it.
@@ -184,12 +184,13 @@ class StateSaver:
             self._jobs[job] = offer.key
             self._counts["states"] += 1
             return False
-        there = self._cache.lookup(offer.key)[0]
+        stored, in_memory = self._cache.lookup(offer.key)
         # Without its chunks, of which no more come once the request has ended, it has no use.
-        lost = offer.tracked.next_save < need and offer.tracked not in self._chunk_saver
-        if not there and not lost and time.monotonic() - offer.since < PUT_OFF_SECONDS:
+        lost = early and offer.tracked not in self._chunk_saver
+        waits = not lost and not (in_memory if early else stored)
+        if waits and time.monotonic() - offer.since < PUT_OFF_SECONDS:
             return True
-        self._counts["states_dropped"] += not there
+        self._counts["states_dropped"] += not stored
         self._saves.unpin(offer.blocks)
         return False
 

@@ -104,7 +104,7 @@ class Cache:
         found = memory = 0
         for key in split(keys):
             if self.pool.ready(key):
-                memory += found == memory
+                memory += 1
             elif not self.pool.on_disk(key):
                 break
             found += 1
@@ -127,7 +127,7 @@ class Cache:
         return Lease(self.pool, split(keys))
 
     def reserve(self, number: int, key: bytes, kind: int, parent: bytes | None, *rest: int) -> Any:
-        if self.pool.refuse_reserve or key in self.pool.by_key or self.pool.on_disk(key):
+        if self.pool.refuse_reserve or key in self.pool.by_key:
             return None
         return self.pool.add(key, rest[-1]), 1
 

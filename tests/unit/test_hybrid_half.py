@@ -266,6 +266,27 @@ def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
     assert bench.leaks() == []
 
 
+def test_a_checkpoint_computed_although_it_is_on_disk_goes_into_memory(bench: Bench) -> None:
+    def compute() -> list[int]:
+        request = Request(90)
+        assert bench.half.matched(request, 0) == (80, True)
+        bench.allocate(request, 0)
+        plan = bench.compute(request, 90, offers=(80,))
+        bench.acknowledge(plan)
+        bench.finish(request)
+        return sorted(kind for _, kind, *_ in plan.stores)
+
+    bench.store(90, 80)
+    assert compute() == []
+    bench.cache.clear_memory()
+    assert compute() == [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]
+    # The state alone is missing.
+    bench.cache.pool.drop(bench.cache.pool.by_key[bench.key(KIND_TAIL, 80)])
+    assert compute() == [KIND_TAIL]
+    assert compute() == []
+    assert bench.leaks() == []
+
+
 def test_the_rest_is_planned_at_the_end(bench: Bench) -> None:
     request = bench.begin(90)
     bench.step(request, 90, (80,))

@@ -324,6 +324,68 @@ def test_one_report_that_fails_does_not_lose_the_others(
     assert not bench.half.loads.between_steps()
 
 
+def chunks_in_memory(bench: Bench) -> int:
+    return sum(slot.state == 1 for slot in bench.cache.pool.slots.values())
+
+
+def compute_declined(bench: Bench, local: int = 0) -> Any:
+    """Ask for a prompt of four chunks, load nothing, and compute what the GPU lacks."""
+    request = Request(256)
+    assert bench.half.matched(request, local)[0]
+    bench.allocate(request, 0)
+    request.num_computed_tokens = local
+    plan = bench.compute(request, 256 - local)
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    return plan
+
+
+@pytest.mark.parametrize(("local", "stores"), [(0, 4), (64, 3), (96, 3), (128, 2)])
+def test_what_is_computed_although_it_is_on_disk_goes_into_memory(
+    bench: Bench, local: int, stores: int
+) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    # Of what the GPU still has, only a chunk that is finished now is copied.
+    assert len(compute_declined(bench, local).stores) == stores
+    assert chunks_in_memory(bench) == stores
+    assert compute_declined(bench, local).stores == []
+    assert bench.leaks() == []
+
+
+def test_what_memory_holds_in_between_is_not_copied_again(bench: Bench) -> None:
+    bench.store(256)
+    pool = bench.cache.pool
+    first, _, third, _ = list(pool.slots)
+    pool.drop(first)
+    pool.drop(third)
+    assert len(compute_declined(bench).stores) == 2
+    assert chunks_in_memory(bench) == 4
+    assert bench.leaks() == []
+
+
+def test_what_is_on_disk_does_not_wait_for_room_in_memory(bench: Bench) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    bench.cache.pool.refuse_reserve = True
+    assert compute_declined(bench).stores == []
+    assert bench.half.total("stores_put_off") == 0
+    assert bench.leaks() == []
+
+
+def test_what_is_loaded_from_disk_is_not_stored_again(bench: Bench) -> None:
+    bench.store(256)
+    bench.cache.clear_memory()
+    request = Request(320)
+    assert bench.half.matched(request, 0) == (256, True)
+    bench.allocate(request, 256)
+    plan = bench.step()
+    assert len(plan.chunks) == 4
+    bench.half.report(None, [request.request_id], ())
+    request.num_computed_tokens = 256
+    assert [store[1] for store in bench.compute(request, 64).stores] == [KIND_CHUNK]
+
+
 def test_what_a_failed_load_lost_is_stored_anew(bench: Bench) -> None:
     bench.store(256)
     bench.cache.clear_memory()

@@ -42,6 +42,14 @@ def test_a_slow_disk_is_declined(places: dict[str, str]) -> None:
         assert second.half.total("hits_declined") == 1
         assert second.half.total("tokens_declined") == 1472
         assert second.half.total("loads") == second.connector.errors == 0
+        # Once computed, it is in memory: the disk's slowness is paid for once.
+        second.settle()
+        writes = second.half._cache.stats()["writes"]
+        second.forget_gpu()
+        again = second.generate([tokens])[0]
+        assert again[2] == second.half.total("loaded_tokens_memory") == 1472
+        assert difference(cold, again) == 0
+        assert second.half._cache.stats()["writes"] == writes
 
     with engine({**auto, "load_policy": "always"}) as third:
         third.forget_memory()
