@@ -35,27 +35,17 @@ impl ObjectKey {
 
     /// The key as the four words that shared tables keep.
     pub(crate) fn words(&self) -> [u64; 4] {
-        let mut words = [0; 4];
-        for (word, bytes) in words.iter_mut().zip(self.0.as_chunks().0) {
-            *word = u64::from_le_bytes(*bytes);
-        }
-        words
+        words(&self.0)
     }
 
     /// Writes the key into a shared table; whoever reads meanwhile may see half of it.
     pub(crate) fn store(&self, words: &[AtomicU64; 4]) {
-        for (word, value) in words.iter().zip(self.words()) {
-            word.store(value, Ordering::Relaxed);
-        }
+        store(&self.0, words);
     }
 
     /// Reads what [`ObjectKey::store`] wrote.
     pub(crate) fn load(words: &[AtomicU64; 4]) -> Self {
-        let mut key = [0; 32];
-        for (bytes, word) in key.as_chunks_mut().0.iter_mut().zip(words) {
-            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
-        }
-        Self(key)
+        Self(load(words))
     }
 
     /// 64 lower-case hexadecimal digits.
@@ -70,6 +60,16 @@ impl ObjectKey {
 }
 
 impl Namespace {
+    /// As [`ObjectKey::store`].
+    pub(crate) fn store(&self, words: &[AtomicU64; 4]) {
+        store(&self.0, words);
+    }
+
+    /// Reads what [`Namespace::store`] wrote.
+    pub(crate) fn load(words: &[AtomicU64; 4]) -> Self {
+        Self(load(words))
+    }
+
     /// 64 lower-case hexadecimal digits.
     pub fn hex(&self) -> String {
         hex(&self.0)
@@ -79,6 +79,28 @@ impl Namespace {
     pub fn from_hex(text: &str) -> Result<Self> {
         unhex(text).map(Self)
     }
+}
+
+fn words(digest: &[u8; 32]) -> [u64; 4] {
+    let mut words = [0; 4];
+    for (word, bytes) in words.iter_mut().zip(digest.as_chunks().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+fn store(digest: &[u8; 32], to: &[AtomicU64; 4]) {
+    for (word, value) in to.iter().zip(words(digest)) {
+        word.store(value, Ordering::Relaxed);
+    }
+}
+
+fn load(words: &[AtomicU64; 4]) -> [u8; 32] {
+    let mut digest = [0; 32];
+    for (bytes, word) in digest.as_chunks_mut().0.iter_mut().zip(words) {
+        *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+    }
+    digest
 }
 
 fn hex(bytes: &[u8; 32]) -> String {

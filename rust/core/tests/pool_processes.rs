@@ -337,24 +337,21 @@ fn one_member_too_many_is_told_so_and_a_place_that_is_left_is_taken() {
 }
 
 #[test]
-fn a_worker_attaches_by_id_whatever_the_pools_size() {
+fn a_pool_that_nobody_uses_is_kept_and_joined_again() {
     let dirs = Dirs::new();
     let transit = PoolOptions { cpu_bytes: 0, transit_bytes: 8 * MIB, ..dirs.options() };
     let memory_only = PoolOptions { cache_dir: None, ..dirs.options() };
     for options in [dirs.options(), transit, memory_only] {
-        let ram_dir = options.ram_dir.clone();
+        let as_worker = PoolOptions { role: Role::Worker, ..options.clone() };
         let pool = Pool::open(options).unwrap();
-        let id = format!("{:032x}", u128::from_be_bytes(pool.id()));
-        let worker = Pool::attach(&ram_dir, &id).unwrap();
-        assert_eq!(worker.geometry(), pool.geometry());
+        let worker = Pool::open(as_worker.clone()).unwrap();
+        assert_eq!(worker.id(), pool.id());
         drop(pool);
         spare(&worker).store(7, Ordering::Relaxed);
         drop(worker);
-        let adopted = Pool::attach(&ram_dir, &id).unwrap();
-        assert_eq!(spare(&adopted).load(Ordering::Relaxed), 7, "an idle pool is kept");
+        let adopted = Pool::open(as_worker).unwrap();
+        assert_eq!(spare(&adopted).load(Ordering::Relaxed), 7);
     }
-    let error = Pool::attach(&dirs.ram_dir, &"0".repeat(32)).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
 }
 
 #[test]

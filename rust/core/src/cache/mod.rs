@@ -160,13 +160,7 @@ impl Cache {
 
     /// The id of the pool, in hexadecimal; ranks on one node see the same.
     pub fn pool_id(&self) -> String {
-        use std::fmt::Write;
-        self.inner.pool.id().iter().fold(String::new(), |mut text, byte| {
-            if write!(text, "{byte:02x}").is_err() {
-                log::error!("a String refused text");
-            }
-            text
-        })
+        self.inner.pool.id_hex()
     }
 
     /// The engine that reads files, and why it is not the one preferred.
@@ -315,14 +309,7 @@ impl Cache {
 
     /// Waits until the disk index is complete. `false` when `timeout` passed first.
     pub fn wait_scanned(&self, timeout: Duration) -> bool {
-        let deadline = std::time::Instant::now() + timeout;
-        while self.inner.disk.as_ref().is_some_and(|disk| !disk.scan_done()) {
-            if std::time::Instant::now() >= deadline {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        true
+        self.inner.disk.as_ref().is_none_or(|disk| disk.wait_scanned(timeout))
     }
 
     /// Drops every object from memory that nobody pins and that need not be written first. The

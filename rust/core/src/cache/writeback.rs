@@ -268,9 +268,7 @@ pub(super) fn rescue(pool: &Arc<Pool>, options: &CacheOptions, stats: &Stats) ->
     let disk = open_disk(pool, options, dir)?;
     disk.start_scan();
     let deadline = Instant::now() + RESCUE;
-    while !disk.scan_done() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    disk.wait_scanned(RESCUE);
     while Instant::now() < deadline {
         let claimed = arena.dirty(BATCH);
         if claimed.is_empty() {

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::evict::{Fate, Room, remove_idle};
 use super::format::{Header, Page};
@@ -47,6 +47,18 @@ impl DiskStore {
     /// Whether the records were compared with the directory.
     pub fn scan_done(&self) -> bool {
         self.table.scan_done()
+    }
+
+    /// Waits until they were, here or by another member; `false` when `timeout` passed first.
+    pub fn wait_scanned(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        while !self.scan_done() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        true
     }
 
     /// Starts the comparison in the background, if it is due. Whichever member gets the scan lock

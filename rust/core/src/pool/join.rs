@@ -161,36 +161,6 @@ impl Pool {
         let text = format!("the pool {} keeps being replaced", opener.path.display());
         Err(Error::new(ErrorKind::Unavailable, text))
     }
-
-    /// Joins the pool with this id as a worker, with the size that it has.
-    pub fn attach(ram_dir: &Path, pool_id: &str) -> Result<Arc<Self>> {
-        let missing = |why: &str| {
-            let text =
-                format!("no pool {pool_id:?} can be joined under {}: {why}", ram_dir.display());
-            Error::new(ErrorKind::Unavailable, text)
-        };
-        let id = place::unhex16(pool_id).ok_or_else(|| missing("that is no pool id"))?;
-        let memory_only = Place::existing(ram_dir, None)?;
-        let paths = [ram_dir.join(pool_id).join("pool"), memory_only.lock_dir.join("pool")];
-        for path in paths {
-            let Some(file) = place::open_pool_file(&path)? else { continue };
-            let Found::Pool(head) = read_header(&file)? else { continue };
-            if head.pool_id != id {
-                continue;
-            }
-            return Self::open(PoolOptions {
-                ram_dir: ram_dir.to_path_buf(),
-                cache_dir: head.cache_dir,
-                cpu_bytes: head.geometry.file_bytes,
-                l1_entries: Some(head.geometry.l1_entries),
-                l2_records: Some(head.geometry.l2_records),
-                role: Role::Worker,
-                shared: true,
-                ..PoolOptions::private(0)
-            });
-        }
-        Err(missing("it does not exist here"))
-    }
 }
 
 impl Opener<'_> {

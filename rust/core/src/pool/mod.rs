@@ -201,6 +201,11 @@ impl Pool {
         self.id
     }
 
+    /// The id as directories are named by it: 32 hexadecimal digits.
+    pub fn id_hex(&self) -> String {
+        place::hex16(&self.id)
+    }
+
     /// Where the pool's file lies; `None`: private.
     pub fn path(&self) -> Option<&Path> {
         self.core.path.as_deref()
@@ -249,11 +254,6 @@ impl Pool {
             Table::L2 => (Region::L2Index, self.core.geometry.l2_slots),
         };
         Index::mapped(&self.core.mapping, self.core.geometry.region(region).0, slots)
-    }
-
-    /// Sizes and places of everything in the file.
-    pub fn geometry(&self) -> &Geometry {
-        &self.core.geometry
     }
 
     /// Number of L1 entries.
@@ -340,9 +340,7 @@ impl Pool {
             let count = &self.header().namespaces;
             let id = u16::try_from(count.load(Ordering::Relaxed)).ok()?;
             let record = self.namespace_record(id)?;
-            for (word, bytes) in record.digest.iter().zip(namespace.0.as_chunks().0) {
-                word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
-            }
+            namespace.store(&record.digest);
             count.store(u32::from(id) + 1, Ordering::Release);
             Some(id)
         })?;
@@ -353,11 +351,7 @@ impl Pool {
     pub fn namespace(&self, id: u16) -> Option<Namespace> {
         let count = self.header().namespaces.load(Ordering::Acquire);
         let record = self.namespace_record(id).filter(|_| u32::from(id) < count)?;
-        let mut digest = [0; 32];
-        for (bytes, word) in digest.as_chunks_mut().0.iter_mut().zip(&record.digest) {
-            *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
-        }
-        Some(Namespace(digest))
+        Some(Namespace::load(&record.digest))
     }
 
     /// Keeps the objects of namespace `id` off the disk, for as long as the pool exists.

@@ -67,21 +67,6 @@ impl Mapping {
         Ok(Self { base, bytes })
     }
 
-    /// The address of the first byte.
-    pub fn base(&self) -> NonNull<u8> {
-        self.base
-    }
-
-    /// The length in bytes.
-    pub fn len(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Never: an empty file can't be mapped.
-    pub fn is_empty(&self) -> bool {
-        self.bytes == 0
-    }
-
     /// The address of `bytes` bytes at `offset`, which must lie within the mapping.
     pub fn at(&self, offset: u64, bytes: u64) -> *mut u8 {
         assert!(
@@ -196,7 +181,7 @@ mod tests {
         let memory = file::memfd("test").unwrap();
         file::set_len(memory.as_fd(), bytes).unwrap();
         let mapping = Mapping::of(memory.as_fd(), bytes).unwrap();
-        assert!((mapping.base().as_ptr() as u64).is_multiple_of(HUGE_PAGE_BYTES));
+        assert!((mapping.at(0, 1) as u64).is_multiple_of(HUGE_PAGE_BYTES));
         file::pwrite_all(&memory, &[7; 10_000], HUGE_PAGE_BYTES - 5000).unwrap();
         mapping.allocate(memory.as_fd(), 4096, bytes - 4096).unwrap();
         for (at, value) in [(5001, 0), (5000, 7), (0, 7)] {
