@@ -341,7 +341,8 @@ fn make_in<T>(dir: &Path, make: impl Fn() -> Result<T>) -> Result<T> {
     let attempt = || sys::file::create_dirs(dir).and_then(|()| make());
     for _ in 1..DIR_ATTEMPTS {
         match attempt() {
-            Err(error) if error.errno() == Some(libc::ENOENT) => {}
+            // The latter from ext4, where it goes between being found and getting the file.
+            Err(error) if matches!(error.errno(), Some(libc::ENOENT | libc::EPERM)) => {}
             made => return made,
         }
     }
