@@ -53,8 +53,13 @@ def test_every_counter_is_explained():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-        assert (document.parent / target).exists(), target
+    for target, section in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", document.read_text()):
+        page = document.parent / target if target else document
+        assert page.exists(), target
+        if section:
+            heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+            assert section in slugs, section
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -184,6 +184,12 @@ def test_clear_asks_at_a_terminal(place, monkeypatch, capsys):
     assert main(["clear", *place]) == 2
     assert "--yes" in capsys.readouterr().err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+
+    def interrupted(_: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    assert main(["clear", *place]) == 1
     for answer, status, left in (("", 1, COUNT), ("yes", 0, 0)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
         assert main(["clear", *place]) == status

@@ -55,5 +55,9 @@ def _confirmed(config: CacheConfig, memory: bool, disk: bool) -> bool:
         raise ConfigError("clear removes data and there is no terminal to ask at: add --yes")
     tiers = [name for name, goes in (("the pool in memory", memory), ("all files", disk)) if goes]
     place = config.cache_dir or config.ram_dir
-    answer = input(f"Remove {' and '.join(tiers)} of {place}? [y/N] ")
+    try:
+        answer = input(f"Remove {' and '.join(tiers)} of {place}? [y/N] ")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
     return answer.strip().lower() in {"y", "yes"}
