@@ -152,30 +152,36 @@ class SchedulerHalf:
         tracked = self._asking(request, local)
         if tracked is None:
             return 0, False
-        # Less than a block is computed faster than it is loaded, and is what remains of a prompt
-        # that the GPU holds up to its last block.
-        if request.num_tokens - 1 - local < self.block:
-            self._drop_lease(tracked)
-            return 0, False
-        keys = self.keys.chunks(tracked)
-        first = local // self.chunk
-        if len(keys) <= first * KEY_BYTES or not self._take_lease(tracked, keys, local):
-            self._drop_lease(tracked)
-            return 0, False
-        held = self._held(tracked)
+        first, held = local // self.chunk, self._leased(tracked, local)
         if held is None:
             return None, False
-        if tracked.choice is not None and held < tracked.choice.taken:
-            # Less than was hoped for.
-            tiers = tracked.lease.tiers()[:held]
-            held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
-            tracked.lease.truncate(held)
         end = min((first + held) * self.chunk, request.num_tokens - 1)
         if end - local < self.block:
             self._drop_lease(tracked)
             return 0, False
         tracked.same_step = self._fits_step(tracked, -(-end // self.chunk) - first)
         return end - local, not tracked.same_step
+
+    def _leased(self, tracked: Tracked, local: int) -> int | None:
+        """Lease the chunks beyond `local` that are worth loading, and give how many they are; None
+        while files are being opened.
+        """
+        # Less than a block is computed faster than it is loaded, and is what remains of a prompt
+        # that the GPU holds up to its last block.
+        if tracked.request.num_tokens - 1 - local < self.block:
+            return 0
+        keys = self.keys.chunks(tracked)
+        if len(keys) <= local // self.chunk * KEY_BYTES:
+            return 0
+        if not self._take_lease(tracked, keys, local):
+            return 0
+        held = self._held(tracked)
+        if held is not None and tracked.choice is not None and held < tracked.choice.taken:
+            # Less than was hoped for.
+            tiers = tracked.lease.tiers()[:held]
+            held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
+            tracked.lease.truncate(held)
+        return held
 
     def _asking(self, request: Request, local: int) -> Tracked | None:
         """Track a request that asks what lies beyond `local`; None if it may not load."""

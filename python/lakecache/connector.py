@@ -107,7 +107,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Open the cache, or decline with one sentence. Wrong settings raise."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.errors = 0
-        self.declined: str | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         transfer = self._kv_transfer_config

@@ -54,7 +54,6 @@ class _Store:
 
         self._core = _core
         self._digest, manifest = _namespace_digest(namespace, _core.blake3)
-        self._config = config
         self._cache: _core.Cache | None = open_cache(config, shared=shared)
         self._access = DeviceAccess()
         try:
