@@ -132,8 +132,8 @@ class HybridSchedulerHalf(SchedulerHalf):
             return next(iter(found), None)
         ends = [local + (at + 1) * self.unit for at, *_ in found]
         blocks = [-(-(end - local) // self.block) for end in ends]
-        before = tracked.choice
-        if before is None or (before.local, before.offered) != (local, blocks[0]):
+        choice = tracked.choice
+        if choice is None or (choice.local, choice.offered) != (local, blocks[0]):
             memory, disk = [], []
             for end, (_, need, in_memory, state_in_memory) in zip(ends, found, strict=True):
                 state = self._bytes(self._shape_at(end))
@@ -147,9 +147,10 @@ class HybridSchedulerHalf(SchedulerHalf):
                     same_step=self._alone(), stops=partial(self.boundaries.stops, tracked.request),
                 )
             )  # fmt: skip
-            tracked.choice = Choice(local, blocks[0], blocks[-number] if number else 0)
-        taken = 0 if tracked.choice is None else tracked.choice.taken
-        return next((one for one, size in zip(found, blocks, strict=True) if size == taken), None)
+            choice = Choice(local, blocks[0], blocks[-number] if number else 0)
+            tracked.choice = choice
+        chosen = (one for one, size in zip(found, blocks, strict=True) if size == choice.taken)
+        return next(chosen, None)
 
     # Allocation
 
