@@ -2,7 +2,8 @@
 GPU may access.
 
 The driver is used because the runtime's registration leaves a sticky error behind when it is
-refused, which would surface in the engine. Calls go through ctypes, which releases the GIL.
+refused, which would surface in the engine. Calls release the GIL, but for the queueing of copies:
+that takes microseconds, and a thread that took the GIL meanwhile may keep it for milliseconds.
 """
 
 from __future__ import annotations
@@ -33,11 +34,17 @@ class CudaError(RuntimeError):
 
 
 @functools.cache
+def _copy_call() -> Any:
+    call = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+    call.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    return call
+
+
+@functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    address, size = ctypes.c_uint64, ctypes.c_size_t
+    size = ctypes.c_size_t
     for name, arguments in {
-        "cuMemcpyAsync": (address, address, size, ctypes.c_void_p),
         "cuMemHostRegister_v2": (ctypes.c_void_p, size, ctypes.c_uint),
         "cuMemHostUnregister": (ctypes.c_void_p,),
         "cuCtxGetCurrent": (ctypes.c_void_p,),
@@ -49,7 +56,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
+    _check(name, getattr(_driver(), name)(*arguments))
+
+
+def _check(name: str, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(text))
@@ -68,7 +78,7 @@ def copy_async(target: int, source: int, size: int, stream: int) -> None:
 
     With host memory that is not registered the driver copies in pieces and the call waits.
     """
-    _call("cuMemcpyAsync", target, source, size, stream)
+    _check("cuMemcpyAsync", _copy_call()(target, source, size, stream))
 
 
 class HostRegistration:

@@ -164,9 +164,9 @@ impl PyCache {
     }
 
     /// Leases the leading keys that are present; never waits.
-    fn lease(&self, py: Python<'_>, keys: &[u8]) -> PyResult<PyLease> {
+    fn lease(&self, keys: &[u8]) -> PyResult<PyLease> {
         let keys = parse_keys(keys)?;
-        let lease: Lease = py.detach(|| self.cache.lease(&keys)).map_err(to_python)?;
+        let lease: Lease = self.cache.lease(&keys).map_err(to_python)?;
         Ok(PyLease { lease, _cache: Arc::clone(&self.cache) })
     }
 
@@ -203,25 +203,27 @@ impl PyCache {
             ranks,
             payload_bytes,
         };
+        let short = wait <= RESERVE_WAIT_SECONDS;
         let wait = if wait > 0.0 { Wait::Within(seconds(wait)) } else { Wait::Try };
-        let slot = py.detach(|| self.cache.reserve(&meta, wait)).map_err(to_python)?;
+        let reserve = || self.cache.reserve(&meta, wait);
+        let slot = if short { reserve() } else { py.detach(reserve) }.map_err(to_python)?;
         Ok(slot.map(|slot| (slot.entry, slot.generation)))
     }
 
     /// Hands a filled slot over to be checked, published and written.
-    fn commit(&self, py: Python<'_>, entry: u32, generation: u64) -> PyResult<()> {
-        py.detach(|| self.cache.commit(Slot { entry, generation })).map_err(to_python)
+    fn commit(&self, entry: u32, generation: u64) -> PyResult<()> {
+        self.cache.commit(Slot { entry, generation }).map_err(to_python)
     }
 
     /// Gives a reserved slot up.
-    fn abandon(&self, py: Python<'_>, entry: u32, generation: u64) {
-        py.detach(|| self.cache.abandon(Slot { entry, generation }));
+    fn abandon(&self, entry: u32, generation: u64) {
+        self.cache.abandon(Slot { entry, generation });
     }
 
     /// Marks a chain, root first, as used now.
-    fn touch(&self, py: Python<'_>, keys: &[u8]) -> PyResult<()> {
+    fn touch(&self, keys: &[u8]) -> PyResult<()> {
         let keys = parse_keys(keys)?;
-        py.detach(|| self.cache.touch(&keys));
+        self.cache.touch(&keys);
         Ok(())
     }
 

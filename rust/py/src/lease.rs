@@ -21,13 +21,13 @@ impl PyLease {
     }
 
     /// Settles for the leading keys held now.
-    fn settle(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.lease.settle())
+    fn settle(&self) -> usize {
+        self.lease.settle()
     }
 
     /// Gives back the keys from index `count` on.
-    fn truncate(&self, py: Python<'_>, count: usize) {
-        py.detach(|| self.lease.truncate(count));
+    fn truncate(&self, count: usize) {
+        self.lease.truncate(count);
     }
 
     /// One byte per key: 0 memory, 1 disk.
@@ -38,13 +38,14 @@ impl PyLease {
     }
 
     /// Begins to read what is on disk.
-    fn start(&self, py: Python<'_>) {
-        py.detach(|| self.lease.start());
+    fn start(&self) {
+        self.lease.start();
     }
 
     /// (index, entry, generation) of the slots not handed out before.
-    fn slots(&self, py: Python<'_>) -> Vec<(usize, u32, u64)> {
-        py.detach(|| self.lease.slots())
+    fn slots(&self) -> Vec<(usize, u32, u64)> {
+        self.lease
+            .slots()
             .into_iter()
             .map(|(index, slot)| (index, slot.entry, slot.generation))
             .collect()
@@ -56,12 +57,12 @@ impl PyLease {
     }
 
     /// Gives one object back.
-    fn release(&self, py: Python<'_>, index: usize) {
-        py.detach(|| self.lease.release(index));
+    fn release(&self, index: usize) {
+        self.lease.release(index);
     }
 
     /// Gives everything back. Idempotent.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.lease.close());
+    fn close(&self) {
+        self.lease.close();
     }
 }
