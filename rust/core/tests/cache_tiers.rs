@@ -452,3 +452,18 @@ fn nothing_is_written_to_a_directory_that_was_replaced() {
         assert_eq!(first.lookup(&[key(1)]), (1, 1), "memory goes on");
     });
 }
+
+#[test]
+fn nothing_is_written_without_the_lock_that_others_would_see() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 32 << 20);
+        let cache = open(&place.options);
+        std::fs::remove_file(place.options.cache_dir.as_ref().unwrap().join("lock")).unwrap();
+        let other = open(&place.options);
+        assert_ne!(cache.pool_id(), other.pool_id());
+        put(&cache, 0, 300_000);
+        put(&other, 1, 300_000);
+        assert!(cache.flush(LONG) && other.flush(LONG));
+        assert_eq!((count(&cache, "write_errors"), count(&other, "writes")), (1, 1));
+    });
+}

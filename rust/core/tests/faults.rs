@@ -24,8 +24,8 @@ use lakecache_core::sys::fault::{self, Call};
 const BYTES: usize = 100_001;
 const MEMORY: u64 = 64 << 20;
 const ENGINES: [EngineChoice; 2] = [EngineChoice::Auto, EngineChoice::Pread];
-const CALLS: [Call; 6] =
-    [Call::Read, Call::Write, Call::Make, Call::Sync, Call::Direct, Call::Ring];
+const CALLS: [Call; 7] =
+    [Call::Read, Call::Write, Call::Make, Call::Sync, Call::Direct, Call::Ring, Call::Header];
 
 /// Faults are the whole process's: one test at a time, and none is left behind.
 struct Faults(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
@@ -130,6 +130,43 @@ fn a_read_that_fails_is_a_miss_and_the_object_stays() {
             all_come_back(&cache, 3);
         });
     }
+}
+
+#[test]
+fn headers_that_cannot_be_read_count_and_cost_no_others() {
+    watched(|| {
+        let _alone = Faults::alone();
+        let place = Place::new(EngineChoice::Auto, MEMORY);
+        let cache = open(&place.options);
+        stored(&cache, 3);
+        let bytes = gauge(&cache, "disk_bytes_used");
+        drop(cache);
+        std::fs::remove_dir_all(&place.options.ram_dir).unwrap();
+        // Without the list every header is read.
+        std::fs::remove_file(place.options.cache_dir.as_ref().unwrap().join("objects.snapshot"))
+            .unwrap();
+        fault::set(Call::Header, libc::EIO);
+        let cache = open(&place.options);
+        assert_eq!(object_files(place.disk.path()).len(), 3);
+        assert_eq!((gauge(&cache, "disk_objects"), gauge(&cache, "disk_bytes_used")), (3, bytes));
+        put(&cache, 3, BYTES);
+        assert!(cache.flush(LONG));
+        assert_eq!(count(&cache, "writes"), 1);
+        fault::clear(Call::Header);
+        // Each is found to be another than was assumed, and stored again.
+        for index in 0..3 {
+            let lease = cache.lease(&[key(index)]).unwrap();
+            assert_eq!(settled(&lease), 1);
+            lease.start();
+            let deadline = Instant::now() + LONG;
+            while lease.failed().is_none() {
+                assert!(Instant::now() < deadline, "it is not what was assumed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        stored(&cache, 3);
+        all_come_back(&cache, 4);
+    });
 }
 
 #[test]

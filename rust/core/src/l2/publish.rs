@@ -164,7 +164,7 @@ impl DiskStore {
     /// Refuses to write where the directory was taken away: whoever uses what is there now counts other
     /// bytes.
     pub(super) fn check_in_place(&self) -> Result<()> {
-        if self.lock.is_in_place()? {
+        if self.lock.is_in_place()? && self.pool.is_in_place()? {
             return Ok(());
         }
         let dir = self.dir.display();

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::evict::{Fate, Room, remove_idle};
-use super::format::{Header, Page};
+use super::format::{HEADER_BYTES, Header, Page};
 use super::snapshot::{self, Known};
 use super::table::{Outcome, State};
 use super::{Damage, DiskStore, LOCK_WAIT, ObjectInfo, SCANNING, count, locked};
@@ -354,12 +354,40 @@ fn judge(
     dir: &Path,
     page: &mut Page,
 ) -> Result<std::result::Result<Found, Damage>> {
-    let read = sys::file::pread_full(file, &mut page.0, 0).map_err(|error| {
-        Error::io(format!("reading {}", dir.join(&entry.name).display()), error)
-    })?;
+    let read = match sys::file::pread_full(file, &mut page.0, 0) {
+        Ok(read) => read,
+        Err(error) => {
+            let error = Error::io(format!("reading {}", dir.join(&entry.name).display()), error);
+            // One bad sector must not cost all that can be read.
+            return if error.errno() == Some(libc::EIO) {
+                log::warn!("{error}");
+                Ok(unread(namespace, key, entry).ok_or(Damage::Truncated))
+            } else {
+                Err(error)
+            };
+        }
+    };
     Ok(Header::parse(&page.0[..read]).and_then(|header| {
         header.check(&namespace, &key, entry.len)?;
         let order = (true, entry.modified);
         Ok(Found { namespace, info: header.info, file_bytes: entry.len, order })
     }))
+}
+
+/// An object whose header cannot be read now. It counts by its length, and whoever wants it reads it,
+/// or finds that it is damaged.
+fn unread(namespace: Namespace, key: ObjectKey, entry: &Entry) -> Option<Found> {
+    let payload_bytes = entry.len.checked_sub(HEADER_BYTES)?;
+    let info = ObjectInfo {
+        key,
+        parent: None,
+        kind: 0,
+        first_token: 0,
+        last_token: 0,
+        ranks: 1,
+        payload_bytes,
+    };
+    let order = (true, entry.modified);
+    let whole = super::format::file_bytes(payload_bytes) == Some(entry.len);
+    whole.then_some(Found { namespace, info, file_bytes: entry.len, order })
 }

@@ -221,6 +221,11 @@ impl Pool {
         self.core.files.life.as_fd()
     }
 
+    /// Whether the lock file has its name still. Without it others do not see that we live.
+    pub(crate) fn is_in_place(&self) -> Result<bool> {
+        self.core.files.life.is_in_place()
+    }
+
     /// The whole file, mapped.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.core.mapping

@@ -18,6 +18,8 @@ pub enum Call {
     Direct,
     /// Handing reads to the ring and waiting for them.
     Ring,
+    /// Reading a file's header.
+    Header,
 }
 
 #[cfg(feature = "test_utils")]
@@ -26,8 +28,8 @@ mod state {
 
     use super::Call;
 
-    static ERRORS: [AtomicI32; 6] = [const { AtomicI32::new(0) }; 6];
-    static CALLS: [AtomicU64; 6] = [const { AtomicU64::new(0) }; 6];
+    static ERRORS: [AtomicI32; 7] = [const { AtomicI32::new(0) }; 7];
+    static CALLS: [AtomicU64; 7] = [const { AtomicU64::new(0) }; 7];
     static AVAILABLE: AtomicU64 = AtomicU64::new(u64::MAX);
 
     /// Makes calls of this kind fail with `errno` from now on.

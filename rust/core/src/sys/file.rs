@@ -173,6 +173,7 @@ pub fn pwrite_all(file: impl AsFd, mut bytes: &[u8], mut offset: u64) -> io::Res
 
 /// Reads until the buffer is full or the file ends; the number of bytes read.
 pub fn pread_full(file: impl AsFd, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    fault::check(Call::Header)?;
     let mut done = 0;
     while done < buffer.len() {
         let rest = &mut buffer[done..];
