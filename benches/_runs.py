@@ -21,6 +21,7 @@ from typing import Any
 from _disk import disk_bandwidth
 from _engines import ROOT, Host, start_hosts, stop_all
 from _samples import interval, median, table
+from _stages import launching_ms, planned_ms
 from _workplace import GIB, Turn, Workplace, progress
 
 LINK_BYTES = GIB
@@ -220,7 +221,7 @@ class SampledRun(Run):
 
     def report_pairs(self, cells: Sequence[str]) -> None:
         """Differences within pairs, with the interval of their median."""
-        rows = []
+        rows, beside = [], []
         for length, cell in itertools.product(self.lengths, cells):
             base = self.paired("none", length, cell)
             for arm in (arm for arm in self.arms if arm != "none"):
@@ -229,23 +230,49 @@ class SampledRun(Run):
                 pairs = [(base[number], with_it[number]) for number in base if number in with_it]
                 if not pairs:
                     continue
-                ratios = [b / a for a, b in pairs]
+                times = [(a["ms"], b["ms"]) for a, b in pairs]
+                ratios = [b / a for a, b in times]
                 low, high = interval(ratios)
                 rows.append(
-                    [length, cell, arm, len(pairs), f"{median([a for a, _ in pairs]):.3f}",
-                     f"{median([b for _, b in pairs]):.3f}", f"{median(ratios):.4f}",
+                    [length, cell, arm, len(pairs), f"{median([a for a, _ in times]):.3f}",
+                     f"{median([b for _, b in times]):.3f}", f"{median(ratios):.4f}",
                      f"{low:.4f}-{high:.4f}"]
                 )  # fmt: skip
+                if self.options.stages:
+                    more = [b["ms"] - launching_ms(b) - a["ms"] + launching_ms(a) for a, b in pairs]
+                    low, high = interval(more)
+                    beside.append(
+                        [length, cell, arm, f"{median(more):.2f}", f"{low:.2f}-{high:.2f}"]
+                    )
         header = ["tokens", "cell", "arm", "pairs", "none ms", "arm ms", "ratio", "95 % interval"]
         self.print_table("pairs", "pairs, median of ratios", header, rows)
+        header = ["tokens", "cell", "arm", "ms more than none", "95 % interval"]
+        self.print_table("pairs_beside_launches", "pairs, without launches", header, beside)
 
-    def paired(self, arm: str, length: int, cell: str) -> dict[int, float]:
-        """Times of a cell's paired prompts in ms, by the number of the pair."""
+    def paired(self, arm: str, length: int, cell: str) -> dict[int, dict[str, Any]]:
+        """A cell's samples of paired prompts, by the number of the pair."""
         return {
-            (sample["seed"] - PAIR_SEED) // SEEDS_PER_PAIR: sample["ms"]
+            (sample["seed"] - PAIR_SEED) // SEEDS_PER_PAIR: sample
             for sample in self.chosen(arm, length, cell)
             if sample["seed"] >= PAIR_SEED
         }
+
+    def report_stages(self, cells: Sequence[str]) -> None:
+        """Medians of what a request waited for, where stages were recorded."""
+        rows = []
+        for length, cell, arm in itertools.product(self.lengths, cells, self.arms):
+            seen = [sample for sample in self.chosen(arm, length, cell) if planned_ms(sample)]
+            if not seen:
+                continue
+            planned = [planned_ms(sample) or 0.0 for sample in seen]
+            launching = [launching_ms(sample) for sample in seen]
+            rest = [s["ms"] - a - b for s, a, b in zip(seen, planned, launching, strict=True)]
+            rows.append(
+                [length, cell, arm, len(seen), f"{median(planned):.2f}", f"{median(launching):.2f}",
+                 f"{median(rest):.2f}"]
+            )  # fmt: skip
+        header = ["tokens", "cell", "arm", "requests", "until planned", "launching", "rest"]
+        self.print_table("stages", "stages, ms, medians", header, rows)
 
     def report_tokens(self) -> None:
         """Every cell of every arm has to answer a prompt with the same token."""

@@ -450,6 +450,7 @@ class Run(SampledRun):
             print(table(["tokens", "cell", *self.arms, "floor"], rows))
             self.report_tokens()
         self.report_pairs(PAIRED_CELLS)
+        self.report_stages(CELLS)
         for name in ("bytes", "capacity"):
             for arm, seen in self.result.get(name, {}).items():
                 print(f"{name}: {arm}: {seen}")

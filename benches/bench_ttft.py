@@ -271,6 +271,7 @@ class Run(SampledRun):
         if self.options.pairs:
             self.report_pairs(MEMORY_CELLS[:3])
         self.report_loads(arms, link, disk)
+        self.report_stages((*MEMORY_CELLS, "disk_hit"))
         self.report_tokens()
 
     def base(self, length: int, cell: str) -> float:
