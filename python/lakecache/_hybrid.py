@@ -96,13 +96,17 @@ class HybridSchedulerHalf(SchedulerHalf):
                 return True
             self._drop_lease(tracked)
         chunks = self.keys.chunks(tracked)[first * KEY_BYTES :]
-        begin, end = local // self.unit, (tracked.request.num_tokens - 1) // self.unit
-        states = self.keys.states(tracked, begin)[: (end - begin) * KEY_BYTES]
+        present, per_block = self._cache.lookup(chunks)[0], self.block // self.unit
+        # No state is of use beyond the block behind the chunks that are there: of a new prompt the
+        # first few keys of hundreds are made.
+        begin = local // self.unit
+        last = begin + (present + 1) * per_block - 1
+        last = min(last, (tracked.request.num_tokens - 1) // self.unit)
+        states = self.keys.states(tracked, begin, last)
         if not states:
             return False
-        per_block = self.block // self.unit
         found = self._cache.lookup_checkpoints(chunks, states, per_block, CANDIDATES)
-        tracked.junction = self._junction(tracked, local, chunks, found)
+        tracked.junction = self._junction(tracked, local, present, found)
         chosen = self._choose_checkpoint(tracked, local, found)
         if chosen is None:
             return False
@@ -114,13 +118,13 @@ class HybridSchedulerHalf(SchedulerHalf):
         tracked.end = local + (at + 1) * self.unit
         return True
 
-    def _junction(self, tracked: Tracked, local: int, chunks: bytes, found: list[Candidate]) -> int:
+    def _junction(self, tracked: Tracked, local: int, present: int, found: list[Candidate]) -> int:
         """Give where a stored prompt parts from this one, if there is no state yet; else 0.
 
         vLLM sees that itself, and keeps a state there, for what it still has in its own cache.
         """
         deepest = local + (found[0][0] + 1) * self.unit if found else local
-        parts = local // self.block * self.block + self._cache.lookup(chunks)[0] * self.block
+        parts = local + present * self.block
         # From its last block boundary on, the prompt has states anyway.
         return parts if deepest < parts < self.boundaries.last_block(tracked.request) else 0
 

@@ -44,9 +44,9 @@ class RequestKeys:
             tracked.keys += self._core.derive_keys(space.digest, KIND_CHUNK, hashes)
         return tracked.keys
 
-    def states(self, tracked: Tracked, begin: int) -> bytes:
-        """Give the keys of the states at all multiples of the hash unit beyond `begin` units; made
-        once for each `begin`, and extended as the request grows.
+    def states(self, tracked: Tracked, begin: int, end: int) -> bytes:
+        """Give the keys of the states at the multiples of the hash unit beyond `begin` units, up to
+        `end`; made once for each `begin`, and extended as more are asked for.
         """
         space = tracked.space
         if space is None:
@@ -54,18 +54,19 @@ class RequestKeys:
         if begin != tracked.states_begin:
             tracked.states_begin, tracked.states = begin, b""
         hashes = tracked.request.block_hashes
+        end = min(end, len(hashes))
         per_block = self._block // self._unit
         have = begin + len(tracked.states) // KEY_BYTES
         parts = [tracked.states]
-        while have < len(hashes):
+        while have < end:
             # The tails of a block, then the state at its end.
             aligned = (have + 1) % per_block == 0
-            end = have + 1 if aligned else min((have // per_block + 1) * per_block - 1, len(hashes))
+            upto = have + 1 if aligned else min((have // per_block + 1) * per_block - 1, end)
             kind = KIND_STATE if aligned else KIND_TAIL
-            parts.append(self._core.derive_keys(space.digest, kind, hashes[have:end]))
-            have = end
+            parts.append(self._core.derive_keys(space.digest, kind, hashes[have:upto]))
+            have = upto
         tracked.states = b"".join(parts)
-        return tracked.states
+        return tracked.states[: max(end - begin, 0) * KEY_BYTES]
 
     def state(self, tracked: Tracked, boundary: int) -> bytes:
         """Give the key of the state at one boundary."""

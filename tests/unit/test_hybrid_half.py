@@ -490,17 +490,34 @@ def test_the_faster_checkpoint_is_taken(make: Callable[..., Bench]) -> None:
     assert bench.leaks() == []
 
 
+@pytest.mark.parametrize(("stored", "made"), [((), 1), ((64,), 3), ((256,), 8)])
+def test_no_keys_of_states_are_made_beyond_the_chunks_that_are_there(
+    bench: Bench, stored: tuple[int, ...], made: int
+) -> None:
+    for tokens in stored:
+        bench.store(tokens + 1, tokens)
+    request = Request(256)
+    bench.half.matched(request, 0)
+    per_block = BLOCK // UNIT
+    tracked = bench.half._tracked[request.request_id]
+    assert len(tracked.states) // KEY_BYTES == min(made * per_block - 1, 255 // UNIT)
+
+
 def test_keys_of_states_are_made_once_and_extended(bench: Bench) -> None:
     request = Request(150)
     tracked = bench.half._track(request)  # type: ignore[arg-type]
     request.block_hashes, rest = request.block_hashes[:4], request.block_hashes[4:]
     bench.half.keys.chunks(tracked)
-    some = bench.half.keys.states(tracked, 0)
+    some = bench.half.keys.states(tracked, 0, 99)
     request.block_hashes = request.block_hashes + rest
-    every = bench.half.keys.states(tracked, 0)
+    few = bench.half.keys.states(tracked, 0, 6)
+    every = bench.half.keys.states(tracked, 0, 99)
+    assert len(few) == 6 * KEY_BYTES
+    assert every[: len(few)] == few
+    assert bench.half.keys.states(tracked, 0, 3) == every[: 3 * KEY_BYTES]
     assert every[: len(some)] == some
     for begin in (1, 2, 5):
-        assert bench.half.keys.states(tracked, begin) == every[begin * KEY_BYTES :]
+        assert bench.half.keys.states(tracked, begin, 99) == every[begin * KEY_BYTES :]
     for index in range(len(every) // KEY_BYTES):
         tokens = (index + 1) * UNIT
         kind = KIND_TAIL if tokens % BLOCK else KIND_STATE
