@@ -44,6 +44,9 @@ FORMAT_VERSION = 1
 # Files below this are hashed whole; larger safetensors files by header and samples.
 WHOLE_FILE_BYTES = 256 << 20
 SAMPLE_BYTES = 4096
+# A sample of each so many bytes of a tensor, and of each expert, filter or the like: fine-tunes may
+# change only some of those that lie in one tensor.
+SAMPLE_EVERY_BYTES = 8 << 20
 LARGEST_HEADER_BYTES = 256 << 20
 FINGERPRINT_THREADS = 4
 # Large tensors that fine-tunes change first, under the names of the common families.
@@ -158,11 +161,14 @@ def file_ranges(path: Path) -> list[tuple[int, int]] | None:
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
-        whole = any(part in name for part in WHOLE_TENSORS)
-        length = end - begin if whole else min(end - begin, SAMPLE_BYTES)
-        if length:
-            ranges.append((data + begin, length))
-    return sorted(ranges)
+        every = SAMPLE_EVERY_BYTES
+        if len(tensor["shape"]) > 2:
+            every = max(SAMPLE_BYTES, min(every, (end - begin) // max(tensor["shape"][0], 1)))
+        if any(part in name for part in WHOLE_TENSORS) or every == SAMPLE_BYTES:
+            ranges.append((data + begin, end - begin))
+            continue
+        ranges += [(data + at, min(SAMPLE_BYTES, end - at)) for at in range(begin, end, every)]
+    return sorted(each for each in ranges if each[1])
 
 
 class Fingerprint:

@@ -13,10 +13,11 @@ from fakes import core as fake
 from lakecache import identity
 
 
-def write_safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, bytes], experts: int = 0) -> None:
     header, at = {}, 0
     for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        shape = [experts, 1, len(data) // experts] if experts else [len(data)]
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [at, at + len(data)]}
         at += len(data)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
@@ -59,6 +60,32 @@ def test_large_files_are_sampled(
     assert with_change("layer.w", 4_096) == base  # what sampling cannot see
     sampled = sum(size for _, size in identity.file_ranges(path) or ())
     assert sampled < path.stat().st_size
+
+
+@pytest.mark.parametrize(("experts", "tells"), [(0, [0, 8 << 20]), (4, [0, 3 << 20, 9 << 20])])
+def test_every_part_of_a_large_tensor_has_its_sample(
+    experts: int, tells: list[int], tmp_path: Path, digest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "WHOLE_FILE_BYTES", 1)
+    path = tmp_path / "a.safetensors"
+    digests = set()
+    for at in (-1, *tells):
+        data = bytearray(12 << 20)
+        if at >= 0:
+            data[at] = 1
+        write_safetensors(path, {"layer.w": bytes(data)}, experts)
+        digests.add(digest(path))
+    assert len(digests) == 1 + len(tells)
+    sampled = sum(size for _, size in identity.file_ranges(path) or ())
+    assert sampled < 32 << 10
+
+
+def test_small_filters_are_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "WHOLE_FILE_BYTES", 1)
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, {"conv.w": bytes(20_000), "none": b""}, experts=1000)
+    (_, data), *rest = identity.file_ranges(path) or ()
+    assert rest == [(data, 20_000)]
 
 
 def test_canonical_json_has_no_addresses_and_no_order() -> None:
