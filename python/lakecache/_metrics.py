@@ -65,8 +65,9 @@ class StoreGrowth:
         return {name: count for name, count in grown.items() if count}
 
     def _now(self) -> dict[str, int]:
+        # Without a disk there are no counters of it.
         stats = self._cache.stats()
-        return {name: stats[name] for name in STORE_COUNTERS}
+        return {name: stats.get(name, 0) for name in STORE_COUNTERS}
 
 
 class CacheMetrics(KVConnectorPromMetrics):

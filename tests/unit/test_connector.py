@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +203,17 @@ def test_the_stores_counters_go_along_as_they_grow(broken: MiniCacheConnector) -
     told.append(None)
     assert broken.get_kv_connector_stats() is None
     assert broken.errors == 0
+
+
+def test_a_store_without_a_disk_has_counters_too(ram_folder: Path) -> None:
+    core = pytest.importorskip("lakecache._core")
+    cache = core.Cache(
+        cache_dir=None, ram_dir=str(ram_folder), cpu_bytes=16 << 20, disk_capacity_bytes=None
+    )
+    try:
+        assert StoreGrowth(cache).take() == {}
+    finally:
+        cache.close()
 
 
 def test_every_hook_of_vllm_that_it_calls_is_known() -> None:
