@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Namespaces"]
 
 
+MEMORY_ONLY = b"lakecache: what never reaches the disk"
+
+
 class Namespaces:
     """One namespace for the model alone, and one for each LoRA adapter.
 
@@ -82,7 +85,10 @@ class Namespaces:
                 return None
             digest = self._core.blake3(base + files.encode())
             manifest = manifest[:-1] + f',"lora":"{files}"}}'
-        number = self._cache.namespace(digest, manifest, persistent=not self._unstable)
+        # A pool has a thousand numbers and takes none back: what only this process can find, by
+        # keys that are random, shares one.
+        named = self._core.blake3(MEMORY_ONLY) if self._unstable else digest
+        number = self._cache.namespace(named, manifest, persistent=not self._unstable)
         if number is None:
             self._counts["namespace_full"] += 1
             return None

@@ -220,6 +220,18 @@ def test_reset_shares_nothing_with_what_is_stored(bench: Bench) -> None:
     assert bench.cache.pool.persistent == [True, False]
 
 
+def test_resets_without_end_do_not_use_up_the_namespaces_of_the_pool(bench: Bench) -> None:
+    bench.store(256)
+    digests = set()
+    for _ in range(20):
+        assert bench.half.reset()
+        digests.add(bench.half.spaces.of(None).digest)
+        assert bench.half.matched(Request(256), 0) == (0, False)
+        bench.store(256)
+    assert len(digests) == 20
+    assert len(bench.cache.pool.spaces) == 2
+
+
 def test_unequal_pools_decline(bench: Bench) -> None:
     bench.half.handshake({(0, 0): Handshake("another", {KIND_CHUNK: 4096}, "{}")})
     assert bench.half.declined is not None
