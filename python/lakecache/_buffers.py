@@ -29,7 +29,8 @@ class DeviceAccess:
     """Copies between a device and the objects of one store, over when the call returns.
 
     From the first tensor of a GPU on, the pool's memory is registered with CUDA in the background,
-    which makes the copies several times faster.
+    which makes the copies several times faster. Views keep an object's memory while it is copied,
+    also where another thread closes the store.
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,17 @@ class DeviceAccess:
 
     def store(self, cache: Any, tensor: torch.Tensor, slot: tuple[int, int]) -> None:
         """Copy the bytes of a flat tensor over a new object."""
+        held = cache.view(*slot)
         for host, device in self._pairs(cache, tensor, slot):
             host.copy_(device)
+        del held
 
     def load(self, cache: Any, tensor: torch.Tensor, slot: tuple[int, int]) -> None:
         """Copy an object, which the caller holds, over a flat tensor of bytes."""
+        held = cache.view(*slot)
         for host, device in self._pairs(cache, tensor, slot):
             device.copy_(host)
+        del held
 
     def _pairs(
         self, cache: Any, tensor: torch.Tensor, slot: tuple[int, int]

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 pytest.importorskip("lakecache._core")
 
+from lakecache._buffers import DeviceAccess
 from lakecache.errors import (
     ClosedError,
     ConfigError,
@@ -223,6 +224,28 @@ def test_tensors_where_they_lie(store, device):
         store.put_device(b"three", torch.zeros((4, 4), device=device).t())
     with pytest.raises(ConfigError, match="empty"):
         store.put_device(b"three", torch.zeros(0, device=device))
+
+
+def test_a_close_meanwhile_leaves_memory_to_the_copy(places, monkeypatch):
+    torch = pytest.importorskip("torch")
+    closed, other = (TieredStore(**places, cpu_bytes=16 * MIB) for _ in range(2))
+    begin = DeviceAccess._pairs
+
+    def begin_then_close(self, *arguments):
+        pairs = begin(self, *arguments)
+        closed.close()
+        for number in range(40):
+            other.put(b"%d" % number, bytes([number]) * MIB)
+        return pairs
+
+    monkeypatch.setattr(DeviceAccess, "_pairs", begin_then_close)
+    with pytest.raises(ClosedError):
+        closed.put_device(b"late", torch.full((MIB,), 255, dtype=torch.uint8))
+    with other.lease_many([b"%d" % number for number in range(40)]) as lease:
+        found = [number for number in range(40) if lease.tier(number) == "memory"]
+        assert found
+        assert all(lease.read(number) == bytes([number]) * MIB for number in found)
+    other.close()
 
 
 def test_a_view_outlives_lease_and_store(places):
