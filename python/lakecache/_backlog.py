@@ -87,21 +87,21 @@ class Backlog:
         self._counts = counts
         # Of all ranks, known once they have answered.
         self._chunk_bytes = chunk_bytes
-        self._runs: list[Run] = []
+        self.runs: list[Run] = []
         # The step before.
         self._left_alone = False
 
     def __bool__(self) -> bool:
         """Whether blocks are pinned here."""
-        return bool(self._runs)
+        return bool(self.runs)
 
     def __contains__(self, tracked: Tracked) -> bool:
         """Whether chunks of this request are left."""
-        return any(run.tracked is tracked for run in self._runs)
+        return any(run.tracked is tracked for run in self.runs)
 
     def moves(self) -> bool:
         """Whether chunks will get slots in the next steps, as far as can be seen."""
-        return any(run.tracked.no_room is None for run in self._runs)
+        return any(run.tracked.no_room is None for run in self.runs)
 
     def pin(
         self, tracked: Tracked, ready: int, tables: Sequence[Sequence[int]], blocks: int
@@ -124,7 +124,7 @@ class Backlog:
         if count:
             del ids[count * per_chunk :]
             pinned, step = self._saves.pin(ids), self._saves.planned
-            self._runs.append(Run(tracked, first, ids, pinned, per_chunk, step))
+            self.runs.append(Run(tracked, first, ids, pinned, per_chunk, step))
             tracked.pinned += count
             tracked.put_off = None
         if tracked.pinned < ready and tracked.put_off is None:
@@ -134,17 +134,17 @@ class Backlog:
 
     def clear(self, after: int = 0) -> None:
         """Give up what was computed after this step."""
-        runs, self._runs = self._runs, [run for run in self._runs if run.step <= after]
+        runs, self.runs = self.runs, [run for run in self.runs if run.step <= after]
         for run in runs:
             if run.step > after:
                 self._saves.unpin(run.blocks)
 
     def drop(self, tracked: Tracked) -> None:
         """Give up a request's chunks."""
-        for run in self._runs:
+        for run in self.runs:
             if run.tracked is tracked:
                 self._saves.unpin(run.take(len(run))[1])
-        self._runs = [run for run in self._runs if run]
+        self.runs = [run for run in self.runs if run]
 
     def allowed(self, tokens: int, tokens_before: int) -> int:
         """How many chunks may get slots in a step of so many tokens, after one of so many.
@@ -172,7 +172,7 @@ class Backlog:
         wait while vLLM is `short` of blocks.
         """
         failed: set[Tracked] = set()
-        for run in self._runs:
+        for run in self.runs:
             while run and most > 0 and len(failed) < FAILURES_PER_STEP:
                 if self._store(plan, run):
                     most -= 1
@@ -180,14 +180,14 @@ class Backlog:
                 if run.first == run.tracked.next_save:
                     failed.add(run.tracked)
                 break
-        runs = [run for run in self._runs if run]
+        runs = [run for run in self.runs if run]
         if len(failed) == FAILURES_PER_STEP:
             # Others have their turn in the next step.
             runs.sort(key=lambda run: run.tracked in failed)
-        self._runs = runs
+        self.runs = runs
         limit = SHORT_SECONDS if short else None
         late = dict.fromkeys(
-            run.tracked for run in self._runs if is_late(run.tracked.no_room, limit)
+            run.tracked for run in self.runs if is_late(run.tracked.no_room, limit)
         )
         for tracked in late:
             self._counts["stores_dropped"] += 1

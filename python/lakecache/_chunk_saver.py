@@ -52,7 +52,7 @@ class ChunkSaver:
 
     def __bool__(self) -> bool:
         """Whether `plan` has something to do."""
-        return bool(self._requests or self.backlog)
+        return bool(self._requests or self.backlog.runs)
 
     def __contains__(self, tracked: Tracked) -> bool:
         """Whether more chunks of this request may get slots."""
