@@ -88,8 +88,6 @@ class Backlog:
         # Of all ranks, known once they have answered.
         self._chunk_bytes = chunk_bytes
         self.runs: list[Run] = []
-        # The step before.
-        self._left_alone = False
 
     def __bool__(self) -> bool:
         """Whether blocks are pinned here."""
@@ -152,14 +150,8 @@ class Backlog:
         What a GPU sends to the host waits for all copies that were queued before, on whichever
         stream (measured on an H200), and so do the tokens. A step that computes chunks takes longer
         than copying as many; before others, only what is copied within a few milliseconds may
-        be queued. The first step with tokens is left alone because somebody waits for it to begin;
-        the first without, because a thread that needs the GIL sends the outputs of the one before.
-        But never two in a row, lest steps of either kind by turns leave chunks waiting for good.
+        be queued.
         """
-        first = bool(tokens) != bool(tokens_before)
-        self._left_alone = first and not self._left_alone
-        if self._left_alone:
-            return 0
         part = self._chunk_bytes() // self._saves.ranks
         few = max(1, min(STORES_PER_STEP, STEP_BYTES // max(part, 1)))
         computed = min(tokens, tokens_before) // self._chunk

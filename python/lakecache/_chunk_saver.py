@@ -86,14 +86,16 @@ class ChunkSaver:
         return self._prompt_end(request) // self._chunk
 
     def plan(
-        self, plan: StepPlan, output: SchedulerOutput, tokens_before: int, *, short: bool
-    ) -> None:
-        """Give slots to some chunks of the backlog, and pin those that this step completes.
+        self, plan: StepPlan, output: SchedulerOutput, tokens_before: int, *, short: bool,
+        begin: bool,
+    ) -> None:  # fmt: skip
+        """Pin the chunks that this step completes; where stores may `begin`, give slots to some of
+        the backlog.
 
         `tokens_before` are those of the step before; `short` is whether vLLM lacks blocks.
         """
         tokens = output.total_num_scheduled_tokens
-        if self.backlog and (most := self.backlog.allowed(tokens, tokens_before)):
+        if begin and self.backlog and (most := self.backlog.allowed(tokens, tokens_before)):
             for tracked in self.backlog.plan(plan, most, short=short):
                 if self._requests.get(tracked.request.request_id) is tracked:
                     del self._requests[tracked.request.request_id]

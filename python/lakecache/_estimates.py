@@ -232,6 +232,10 @@ class StepClock:
         self._last_end = now
         return now
 
+    def computes(self) -> bool:
+        """Whether a step that computes anything has not come back."""
+        return self._computing > self._ended
+
     def remaining(self) -> float:
         """Predict how long the steps with prefill that are under way will still take."""
         end = self._last_end

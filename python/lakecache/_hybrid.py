@@ -220,7 +220,8 @@ class HybridSchedulerHalf(SchedulerHalf):
             return plan
         # Where planning fails from here on, the workers are told of all that is in it.
         plan = self._plan = plan or StepPlan()
-        self.state_saver.plan(plan)
+        if self.stores_begin():
+            self.state_saver.plan(plan)
         for request_id, entries in offered.items():
             tracked = self._tracked.get(request_id)
             table = tables.get_block_ids(request_id)

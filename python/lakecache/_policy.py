@@ -208,11 +208,11 @@ class LoadPolicy:
     # Measurements
 
     def step_planned(self, output: Any) -> None:
-        """Note a step. In one without tokens bring the estimates up to date, rather than in a
-        decision, for which a request waits.
+        """Note a step. In one without tokens, and with none under way whose tokens are waited for,
+        bring the estimates up to date, rather than in a decision, for which a request waits.
         """
         self.clock.planned(output)
-        if output.total_num_scheduled_tokens:
+        if output.total_num_scheduled_tokens or self.clock.computes():
             return
         # The step's loads and stores must not be lost to a prediction; a decision would say why.
         with contextlib.suppress(ArithmeticError):

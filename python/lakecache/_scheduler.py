@@ -86,6 +86,8 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         # Of the step before, which the GPU may still be computing.
         self._tokens_before = 0
+        # Steps in a row, with the one that is planned, in which no stores begin.
+        self._held_back = 0
         self._same_step = False
         # Since the last step was planned: whether vLLM had no blocks for a request that runs, and
         # for the last one that was to begin.
@@ -355,16 +357,25 @@ class SchedulerHalf:
         self.saves.planned += 1
         if self.policy is not None:
             self.policy.step_planned(output)
-        tokens_before = self._tokens_before
-        self._tokens_before = output.total_num_scheduled_tokens
+        tokens, tokens_before = output.total_num_scheduled_tokens, self._tokens_before
+        self._tokens_before = tokens
+        # Somebody waits for the first step with tokens to begin, and the first without is launched
+        # before vLLM takes in the tokens of the one before. But of three such steps in a row, as of
+        # steps of either kind by turns, the last one lets stores begin.
+        changes = bool(tokens) != bool(tokens_before)
+        self._held_back = (self._held_back + 1) % 3 if changes else 0
         short = self.short_of_blocks or self.unplaced
         self.short_of_blocks = self.unplaced = False
         if not self.chunk_saver and not self.loads.to_plan():
             return IDLE
         plan = self._plan = StepPlan()
         self.loads.plan(plan)
-        self.chunk_saver.plan(plan, output, tokens_before, short=short)
+        self.chunk_saver.plan(plan, output, tokens_before, short=short, begin=self.stores_begin())
         return plan if plan else IDLE
+
+    def stores_begin(self) -> bool:
+        """Whether stores may begin in the step that is planned."""
+        return not self._held_back
 
     def abandon_plan(self) -> StepPlan:
         """Give what a `plan_step` that raised planned itself, all loads failed and no more saves:

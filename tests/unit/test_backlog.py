@@ -328,12 +328,12 @@ def test_steps_with_and_without_tokens_by_turns_store_all(bench: Bench) -> None:
     bench.allocate(request, 0)
     bench.step(request, 1280)
     stored = []
-    for number in range(12):
+    for number in range(15):
         plan = bench.step(request, 1) if number % 2 else bench.step()
         stored.append(len(plan.stores))
         bench.acknowledge(plan)
-    # Every second step is left alone.
-    assert stored == [0, 4] * 5 + [0, 0]
+    # Two in three steps are left alone.
+    assert stored == [0, 4, 0] * 5
     bench.half.finished(request.request_id)
     assert bench.leaks() == []
 
@@ -345,17 +345,13 @@ def test_a_short_step_queues_few_bytes(part: int, few: int) -> None:
         None, saves, chunk=256, counts=Tally(), chunk_bytes=lambda: saves.ranks * part
     )
     assert backlog.allowed(1, 8192) == backlog.allowed(0, 0) == few
-    assert backlog.allowed(1, 0) == 0
-    assert backlog.allowed(1, 1) == few
-    assert backlog.allowed(8192, 0) == 0
-    assert backlog.allowed(0, 0) == few
+    assert backlog.allowed(1, 1) == backlog.allowed(8192, 0) == few
     # A step that computes as many after one that did copies them meanwhile, whatever is queued.
     saves.extend(range(100))
     assert backlog.allowed(8192, 8192) == few + 32
-    assert backlog.allowed(8192, 1) == backlog.allowed(0, 0) == 0
+    assert backlog.allowed(8192, 1) == backlog.allowed(0, 0) == backlog.allowed(0, 8192) == 0
     del saves[2 * few - 1 :]
     assert backlog.allowed(0, 0) == 1
-    assert backlog.allowed(0, 8192) == 0
 
 
 def test_reset_gives_up_what_is_only_pinned(bench: Bench) -> None:

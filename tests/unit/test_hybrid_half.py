@@ -251,6 +251,16 @@ def test_blocks_are_pinned_until_all_have_copied(bench: Bench) -> None:
     assert bench.leaks() == []
 
 
+def test_copies_of_a_state_begin_behind_the_token_of_its_step(bench: Bench) -> None:
+    request = bench.begin(90)
+    plans = [bench.step(request, 90, (80,)), bench.step(), bench.step()]
+    kinds = [sorted(kind for _, kind, *_ in plan.stores) for plan in plans]
+    assert kinds == [[], [], [KIND_CHUNK, KIND_CHUNK, KIND_TAIL]]
+    bench.acknowledge(plans[-1])
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
 def test_a_state_that_is_there_is_not_stored_again(bench: Bench) -> None:
     bench.store(90, 80)
     # vLLM offers again what was just loaded.

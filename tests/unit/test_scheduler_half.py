@@ -307,6 +307,10 @@ def test_a_step_whose_planning_fails_at_once_repeats_nothing(
 
     assert bench.half.policy is not None
     monkeypatch.setattr(bench.half.policy.prefill.fit, "prepare", refuse)
+    # Nothing is estimated while the tokens of a step are waited for.
+    assert bench.step() is IDLE
+    for _ in range(2):
+        bench.half.stats()
     with pytest.raises(ValueError, match="no estimate"):
         bench.step()
     assert bench.half.abandon_plan() is IDLE
