@@ -467,3 +467,19 @@ fn nothing_is_written_without_the_lock_that_others_would_see() {
         assert_eq!((count(&cache, "write_errors"), count(&other, "writes")), (1, 1));
     });
 }
+
+#[test]
+fn a_manifest_is_written_by_the_time_that_a_flush_is_over() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 32 << 20);
+        let cache = open(&place.options);
+        let dir = place.options.cache_dir.clone().unwrap();
+        for number in 0..8 {
+            let namespace = Namespace([number; 32]);
+            cache.namespace(&namespace, "{\"model\": \"tiny\"}", true).unwrap().unwrap();
+            assert!(cache.flush(LONG));
+            let manifest = dir.join(namespace.hex()).join("manifest.json");
+            assert_eq!(std::fs::read(manifest).unwrap(), b"{\"model\": \"tiny\"}");
+        }
+    });
+}

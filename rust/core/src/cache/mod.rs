@@ -168,8 +168,8 @@ impl Cache {
         (self.engine_name, self.engine_reason.as_deref())
     }
 
-    /// The pool's number for a namespace; its manifest is written for people to read. `None` when
-    /// the pool's table of namespaces is full. Not `persistent`: nothing of it ever reaches the disk,
+    /// The pool's number for a namespace; its manifest is written for people to read, in the
+    /// background. `None` when the pool's table of namespaces is full. Not `persistent`: nothing of it ever reaches the disk,
     /// whoever else names it, for as long as the pool exists.
     pub fn namespace(
         &self,
@@ -183,10 +183,10 @@ impl Cache {
         if !persistent {
             pool.set_memory_only(id);
         }
-        if let Some(disk) = self.inner.disk.as_ref().filter(|_| !pool.is_memory_only(id))
-            && let Err(error) = disk.write_manifest(namespace, manifest)
+        if let Some(background) = self.background.as_ref().filter(|_| self.inner.disk.is_some())
+            && !pool.is_memory_only(id)
         {
-            log::warn!("a namespace has no manifest for people to read: {error}");
+            background.write_manifest(namespace, manifest);
         }
         Ok(Some(id))
     }

@@ -11,7 +11,7 @@ use crate::io;
 use crate::l1::{Arena, Slot};
 use crate::l2::{DiskStore, ObjectInfo, Segment, Written};
 use crate::pool::Pool;
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Namespace, Result};
 
 /// How often the write-back thread looks for dirty objects that other members left behind.
 const RESCAN: Duration = Duration::from_millis(500);
@@ -31,6 +31,7 @@ const BATCH: usize = 4;
 #[derive(Default)]
 struct Queue {
     commits: VecDeque<Slot>,
+    manifests: VecDeque<(Namespace, String)>,
     in_progress: usize,
     // A commit has made something dirty since the write-back thread last looked.
     fresh: bool,
@@ -87,9 +88,18 @@ impl Background {
         self.shared.changed.notify_all();
     }
 
+    /// Has the manifest of a namespace written: whoever names it must not wait for the disk.
+    pub(super) fn write_manifest(&self, namespace: &Namespace, json: &str) {
+        let mut queue = self.shared.lock();
+        queue.manifests.push_back((*namespace, json.to_owned()));
+        queue.fresh = true;
+        drop(queue);
+        self.shared.changed.notify_all();
+    }
+
     pub(super) fn pending(&self) -> usize {
         let queue = self.shared.lock();
-        queue.commits.len() + queue.in_progress
+        queue.commits.len() + queue.manifests.len() + queue.in_progress
     }
 
     pub(super) fn flush(&self, timeout: Duration) -> bool {
@@ -207,6 +217,9 @@ fn write_loop(shared: &Shared) {
     let inner = &shared.inner;
     loop {
         let stopping = shared.stopping.load(Ordering::Acquire);
+        if !stopping {
+            write_manifests(shared);
+        }
         let claimed = if stopping { Vec::new() } else { claim(shared) };
         if claimed.is_empty() {
             if stopping {
@@ -226,6 +239,21 @@ fn write_loop(shared: &Shared) {
             shared.writing.fetch_sub(1, Ordering::AcqRel);
             shared.changed.notify_all();
         }
+    }
+}
+
+fn write_manifests(shared: &Shared) {
+    let Some(disk) = &shared.inner.disk else { return };
+    loop {
+        let mut queue = shared.lock();
+        let Some((namespace, json)) = queue.manifests.pop_front() else { return };
+        queue.in_progress += 1;
+        drop(queue);
+        if let Err(error) = disk.write_manifest(&namespace, &json) {
+            log::warn!("a namespace has no manifest for people to read: {error}");
+        }
+        shared.lock().in_progress -= 1;
+        shared.changed.notify_all();
     }
 }
 

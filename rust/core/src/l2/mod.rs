@@ -275,6 +275,7 @@ impl DiskStore {
 
     /// Writes what the namespace is, for people, beside its objects.
     pub fn write_manifest(&self, namespace: &Namespace, json: &str) -> Result<()> {
+        self.check_in_place()?;
         let dir = self.namespace_dir(namespace);
         make_in(&dir, || sys::object::replace(&dir.join(MANIFEST), json.as_bytes()))
     }
