@@ -12,6 +12,7 @@ Stores may be used from several threads at once; one lease belongs to one thread
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -24,7 +25,7 @@ from lakecache._buffers import DeviceAccess, bytes_of, fill_views, flat
 from lakecache._objects import KEY_BYTES, READY
 from lakecache._opening import open_cache
 from lakecache._store_lease import StoreLease, held_prefix, held_runs, wait_for
-from lakecache.config import CacheConfig
+from lakecache.config import CacheConfig, shown_bytes
 from lakecache.errors import CapacityError, ClosedError, ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class _Store:
             if number is None:
                 raise CapacityError(28, "the pool has no room for another namespace")
             self._namespace = number
+            self._largest: int = self._cache.stats()["memory_capacity_bytes"]
             if config.cache_dir is not None and index_timeout > 0:
                 self._cache.wait_scanned(index_timeout)
             _messages.pass_on(log)
@@ -110,6 +112,7 @@ class _Store:
         Raises:
             TypeError: `data` is not contiguous bytes in host memory.
             ConfigError: `data` is empty.
+            CapacityError: it is larger than the memory tier.
             ClosedError: the store is closed.
         """
         source = bytes_of(data)
@@ -245,6 +248,13 @@ class _Store:
         timeout: float,
     ) -> bool:
         cache = self._open()
+        if size > self._largest:
+            raise CapacityError(
+                errno.ENOSPC,
+                f"an object of {shown_bytes(size)} can never fit: the memory that all objects pass "
+                f"through has {shown_bytes(self._largest)}. Set a larger cpu_bytes for the first "
+                "process that opens the store, or split the object",
+            )
         above = None if parent is None else self.key(parent)
         deadline = time.monotonic() + timeout
 

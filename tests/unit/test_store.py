@@ -22,6 +22,7 @@ pytest.importorskip("lakecache._core")
 
 from lakecache._buffers import DeviceAccess
 from lakecache.errors import (
+    CapacityError,
     ClosedError,
     ConfigError,
     LeaseLostError,
@@ -212,7 +213,8 @@ def test_tensors_where_they_lie(store, device):
     # Larger than what is registered at a time, and of an odd size.
     tensor = torch.arange(10 * MIB + 3, device=device, dtype=torch.int32)[1:].clone()
     assert store.put_device(b"one", tensor)
-    assert not store.put_device(b"two", torch.zeros(1 << 30, dtype=torch.uint8, device=device))
+    with pytest.raises(CapacityError, match="1 GiB can never fit"):
+        store.put_device(b"two", torch.zeros(1 << 30, dtype=torch.uint8, device=device))
     with store.lease_many([b"one"]) as lease:
         back = torch.zeros_like(tensor)
         lease.copy_into(0, back)
@@ -344,10 +346,20 @@ def test_after_close(places):
         store.stats()
 
 
-def test_an_object_larger_than_memory_is_not_stored(store):
-    for timeout in (0.2, float("nan")):
-        assert not store.put(b"large", bytes(80 * MIB), timeout=timeout)
+def test_an_object_larger_than_memory_is_refused(store):
+    with pytest.raises(CapacityError, match=r"80 MiB can never fit: .* has 5\d(\.\d+)? MiB\. Set"):
+        store.put(b"large", bytes(80 * MIB), timeout=60.0)
     assert store.put(b"small", b"s" * 5000)
+
+
+def test_a_put_without_room_ends_in_time(store):
+    size = 20 * MIB
+    for key in (b"one", b"two"):
+        assert store.put(key, bytes(size))
+    with store.lease_many([b"one", b"two"]):
+        for timeout in (0.2, float("nan")):
+            assert not store.put(b"three", bytes(size), timeout=timeout)
+    assert store.put(b"three", bytes(size))
 
 
 class StoreMachine(RuleBasedStateMachine):
