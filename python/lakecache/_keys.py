@@ -37,10 +37,8 @@ class RequestKeys:
         have = len(tracked.keys) // KEY_BYTES
         total = len(request.block_hashes) * self._unit // self._chunk
         if have < total:
-            hashes = [
-                request.block_hashes[(index + 1) * self._chunk // self._unit - 1]
-                for index in range(have, total)
-            ]
+            units = self._chunk // self._unit
+            hashes = request.block_hashes[(have + 1) * units - 1 : total * units : units]
             tracked.keys += self._core.derive_keys(space.digest, KIND_CHUNK, hashes)
         return tracked.keys
 
