@@ -62,13 +62,14 @@ class ChunkSaver:
         """Save the chunks that are not stored, and those from `computed` on that are on disk alone;
         refresh what is stored. Nothing changes for a request that was begun before.
 
-        `computed` is the first chunk that the request does not find in the GPU, nor loads.
+        `computed` is the first chunk that the request does not find in the GPU, nor loads as a
+        whole.
         """
         if tracked.next_save >= 0 or tracked.request.resumable:
             return
         self._requests[tracked.request.request_id] = tracked
         keys = self._keys.chunks(tracked)[: self._limit(tracked) * KEY_BYTES]
-        stored = 0
+        tracked.next_save = tracked.pinned = stored = 0
         if keys:
             stored, in_memory = self._cache.lookup(keys)
             if stored and tracked.load is None:

@@ -172,6 +172,10 @@ class HybridSchedulerHalf(SchedulerHalf):
         tracked = self._track(request)
         tracked.kept = max(tracked.kept, tracked.local + external)
 
+    def _first_computed(self, local: int, external: int) -> int:
+        # A state inside of a block comes with the beginning of that block, and no chunk of it.
+        return (local + external) // self.block
+
     def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
         end, groups = tracked.end, self._groups
         if tracked.local + external != end:

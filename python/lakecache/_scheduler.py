@@ -267,9 +267,13 @@ class SchedulerHalf:
         choice, tracked.choice = tracked.choice, None
         if choice is not None:
             self.counts.update(choice.counters(self.chunk, loads=external > 0))
-        end = tracked.local + external
-        # Of a chunk that the GPU has a part of the rest is computed; what is loaded is in memory.
-        self.chunk_saver.begin(tracked, -(-end // self.chunk) if external else end // self.chunk)
+        self.chunk_saver.begin(tracked, self._first_computed(tracked.local, external))
+
+    def _first_computed(self, local: int, external: int) -> int:
+        """Give the first chunk that is neither in the GPU nor loaded as a whole."""
+        end = local + external
+        # Whole chunks are loaded, also where vLLM computes the last token again.
+        return -(-end // self.chunk) if external else end // self.chunk
 
     def _start_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external: int) -> None:
         first, end = tracked.first, tracked.local + external

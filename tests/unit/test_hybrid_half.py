@@ -297,6 +297,27 @@ def test_a_checkpoint_computed_although_it_is_on_disk_goes_into_memory(bench: Be
     assert bench.leaks() == []
 
 
+def test_a_block_that_a_state_has_the_beginning_of_goes_into_memory_once_it_is_full(
+    bench: Bench,
+) -> None:
+    bench.store(90, 80)
+    bench.store(140, 128)
+    bench.drop(KIND_STATE, 128)
+    bench.cache.clear_memory()
+    # All that is left is on disk: the state, inside of the third block, and four chunks.
+    request = bench.begin(140)
+    bench.step()
+    bench.half.report(None, [request.request_id], ())
+    request.num_computed_tokens = 80
+    plan = bench.compute(request, 60, offers=(128,))
+    assert sorted(kind for _, kind, *_ in plan.stores) == [KIND_CHUNK, KIND_CHUNK, KIND_STATE]
+    bench.acknowledge(plan)
+    bench.finish(request)
+    assert bench.cache.lookup(bench.half.keys.chunks(bench.half._track(request)))[1] == 4
+    bench.finish(request)
+    assert bench.leaks() == []
+
+
 def test_the_rest_is_planned_at_the_end(bench: Bench) -> None:
     request = bench.begin(90)
     bench.step(request, 90, (80,))

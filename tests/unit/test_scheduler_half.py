@@ -389,6 +389,25 @@ def test_what_is_on_disk_does_not_wait_for_room_in_memory(bench: Bench) -> None:
     assert bench.leaks() == []
 
 
+def test_a_prompt_that_could_not_be_looked_up_is_stored_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: bytes) -> None:
+        raise OSError("no look-up")
+
+    request = Request(256)
+    assert bench.half.matched(request, 0) == (0, False)
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.cache, "lookup", refuse)
+        with pytest.raises(OSError, match="no look-up"):
+            bench.allocate(request, 0)
+    plan = bench.compute(request, 256)
+    assert len(plan.stores) == 4
+    bench.acknowledge(plan)
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
 def test_what_is_loaded_from_disk_is_not_stored_again(bench: Bench) -> None:
     bench.store(256)
     bench.cache.clear_memory()
