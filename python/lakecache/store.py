@@ -38,6 +38,8 @@ __all__ = ["DiskBackend", "StoreLease", "TieredStore"]
 log = logging.getLogger("lakecache")
 
 KIND = 0
+# How long the store waits for the pool's writer lock when it is opened.
+NAMING_SECONDS = 2.0
 
 
 class _Store:
@@ -58,7 +60,7 @@ class _Store:
         self._cache: _core.Cache | None = open_cache(config, shared=shared)
         self._access = DeviceAccess()
         try:
-            number = self._cache.namespace(self._digest, manifest)
+            number = self._cache.namespace(self._digest, manifest, wait=NAMING_SECONDS)
             if number is None:
                 raise CapacityError(28, "the pool has no room for another namespace")
             self._namespace = number

@@ -96,7 +96,9 @@ class Cache:
         self.pool_id = ident
         self.closed = False
 
-    def namespace(self, digest: bytes, manifest: str, persistent: bool = True) -> int | None:
+    def namespace(
+        self, digest: bytes, manifest: str, persistent: bool = True, wait: float = 0.001
+    ) -> int | None:
         self.pool.persistent.append(persistent)
         return self.pool.spaces.setdefault(digest, len(self.pool.spaces))
 

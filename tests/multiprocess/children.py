@@ -99,7 +99,7 @@ def fork(settings: dict) -> None:
 def hold(settings: dict) -> None:
     """Have all of memory in the making, as if a GPU were copying into it, until killed."""
     cache = _core.Cache(disk_capacity_bytes=None, **settings)
-    number = cache.namespace(bytes(32), "{}")
+    number = cache.namespace(bytes(32), "{}", wait=20.0)
     cache.declare_gpu_copies()
     until = time.monotonic() + 30
     held = 0

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import os
+import struct
+import threading
 import time
 
 import pytest
@@ -10,6 +15,8 @@ import pytest
 _core = pytest.importorskip("lakecache._core")
 
 MIB = 1 << 20
+# The writer lock of a pool: a byte of its lock file, held by an open file description.
+WRITER_BYTE, F_OFD_SETLK = 1, 37
 
 
 def key(number: int) -> bytes:
@@ -26,7 +33,7 @@ def cache(ram_folder):
 
 
 def reserve(cache, number: int, size: int) -> tuple[int, int]:
-    space = cache.namespace(b"n" * 32, "{}")
+    space = cache.namespace(b"n" * 32, "{}", wait=20.0)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         slot = cache.reserve(space, key(number), 0, None, 0, 16, 1, size, 0.1)
@@ -88,3 +95,26 @@ def test_pieces_are_the_reserved_memory(cache):
     stats = cache.stats()
     assert sum(size for _, size, _ in cache.pieces()) == stats["memory_capacity_bytes"]
     assert stats["memory_bytes_reserved"] == stats["memory_capacity_bytes"]
+
+
+def test_an_engine_does_not_wait_for_the_lock_to_name_a_namespace(tmp_path, ram_folder):
+    folder = tmp_path / "kv"
+    cache = _core.Cache(
+        cache_dir=str(folder), ram_dir=str(ram_folder), cpu_bytes=64 * MIB, disk_capacity_bytes=None
+    )
+    known = cache.namespace(b"n" * 32, "{}", wait=20.0)
+    with (folder / "lock").open("r+b") as file:
+        # As a writer does that is stopped; only for so long that who waits would see its end.
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, WRITER_BYTE, 1, 0)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(file, F_OFD_SETLK, lock)
+                break
+        release = threading.Timer(1.5, file.close)
+        release.start()
+        assert cache.namespace(b"m" * 32, "{}") is None
+        assert cache.namespace(b"n" * 32, "{}") == known
+        release.join()
+    assert cache.namespace(b"m" * 32, "{}", wait=20.0) not in {None, known}
+    cache.close()

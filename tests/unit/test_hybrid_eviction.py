@@ -31,7 +31,7 @@ class Chat:
     def __init__(self, cache: Any, number: int) -> None:
         self.cache = cache
         self.number = number
-        self.space = cache.namespace(b"n" * 32, "{}", False)
+        self.space = cache.namespace(b"n" * 32, "{}", False, wait=20.0)
         self.turns = 0
 
     def keys(self, kind: int) -> list[bytes]:

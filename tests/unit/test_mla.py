@@ -173,7 +173,7 @@ def test_round_trip_into_other_blocks(cache: Any, layout: str, model: Any) -> No
     fill(tensors)
     want = {name: tensor.clone() for name, tensor in tensors.items()}
     shape = PageTable(config, tensors, Groups((0,))).chunk_shape(BLOCKS_PER_CHUNK)
-    number = cache.namespace(b"n" * 32, "{}")
+    number = cache.namespace(b"n" * 32, "{}", wait=20.0)
     slot = reserved(cache, number, shape.part_bytes)
     copier = cache.copier(1)
 

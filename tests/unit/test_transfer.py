@@ -35,7 +35,7 @@ class Rig:
 
     def __init__(self, cache: Any, kind: str, *, verify: bool = False) -> None:
         self.cache = cache
-        self.space = cache.namespace(bytes(32), "{}")
+        self.space = cache.namespace(bytes(32), "{}", wait=20.0)
         self.pages = torch.randint(0, 256, (BLOCKS * 3 * PAGE,), dtype=torch.uint8)
         base = self.pages.data_ptr()
         rows = [

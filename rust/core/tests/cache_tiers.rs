@@ -257,7 +257,8 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
             let passing = Namespace([7; 32]);
             let passing_key = ObjectKey::derive(&passing, 0, b"object");
             let cache = open(&place.options);
-            let number = cache.namespace(&passing, "{}", false).unwrap().unwrap();
+            let number =
+                cache.namespace(&passing, "{}", false, Wait::Within(LONG)).unwrap().unwrap();
             let meta = ObjectMeta {
                 key: passing_key,
                 namespace: number,
@@ -271,7 +272,10 @@ fn a_namespace_that_is_not_persistent_never_reaches_the_disk() {
             for key in [passing_key, key(0)] {
                 assert_eq!(settled(&cache.lease(&[key]).unwrap()), 1);
             }
-            assert_eq!(cache.namespace(&passing, "{}", true).unwrap(), Some(number));
+            assert_eq!(
+                cache.namespace(&passing, "{}", true, Wait::Within(LONG)).unwrap(),
+                Some(number)
+            );
             assert!(cache.flush(LONG));
             cache.close(LONG);
             drop(cache);
@@ -476,7 +480,10 @@ fn a_manifest_is_written_by_the_time_that_a_flush_is_over() {
         let dir = place.options.cache_dir.clone().unwrap();
         for number in 0..8 {
             let namespace = Namespace([number; 32]);
-            cache.namespace(&namespace, "{\"model\": \"tiny\"}", true).unwrap().unwrap();
+            cache
+                .namespace(&namespace, "{\"model\": \"tiny\"}", true, Wait::Within(LONG))
+                .unwrap()
+                .unwrap();
             assert!(cache.flush(LONG));
             let manifest = dir.join(namespace.hex()).join("manifest.json");
             assert_eq!(std::fs::read(manifest).unwrap(), b"{\"model\": \"tiny\"}");

@@ -305,7 +305,7 @@ fn a_stopped_holder_of_the_writer_lock_delays_nobody_for_long() {
         assert_eq!(cache.reserve(&number, Wait::Within(Duration::from_millis(1))).unwrap(), None);
         assert_eq!(count(&cache, "stores_busy"), 1);
         assert_eq!(cache.clear_memory(), 0);
-        assert_eq!(cache.namespace(&Namespace([3; 32]), "{}", true).unwrap(), None);
+        assert_eq!(cache.namespace(&Namespace([3; 32]), "{}", true, Wait::Try).unwrap(), None);
         assert!(cache.flush(LONG));
 
         // SAFETY: a child of ours.

@@ -317,8 +317,8 @@ fn two_openings_in_one_process_are_two_members() {
         let inner = one.write(Wait::Try, |_| two.write(Wait::Try, |_| ()).unwrap()).unwrap();
         assert_eq!(inner, Some(None));
         let namespace = Namespace([7; 32]);
-        let id = one.intern_namespace(&namespace).unwrap().unwrap();
-        assert_eq!(two.intern_namespace(&namespace).unwrap(), Some(id));
+        let id = one.intern_namespace(&namespace, Wait::Try).unwrap().unwrap();
+        assert_eq!(two.intern_namespace(&namespace, Wait::Try).unwrap(), Some(id));
         assert_eq!(two.namespace(id), Some(namespace));
         assert_eq!(two.namespace(id + 1), None);
     }

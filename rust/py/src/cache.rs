@@ -19,8 +19,8 @@ use crate::error::{ConfigError, to_python};
 use crate::lease::PyLease;
 use crate::view::View;
 
-/// How long a reservation may wait for the writer lock unless the caller says otherwise.
-const RESERVE_WAIT_SECONDS: f64 = 0.001;
+/// How long a call of the engine's thread may wait for the writer lock: the default of all.
+const LOCK_WAIT_SECONDS: f64 = 0.001;
 
 /// One open store: the member of a pool, with the threads that read, check and write.
 #[pyclass(frozen, name = "Cache", module = "lakecache._core")]
@@ -128,17 +128,21 @@ impl PyCache {
 
     /// Registers a namespace by its 32-byte digest and writes its manifest (JSON text). Not
     /// `persistent`: nothing of it ever reaches the disk, neither objects nor the manifest, whoever
-    /// else names it while the pool exists. None: the pool can remember no more namespaces.
-    #[pyo3(signature = (digest, manifest, persistent=true))]
+    /// else names it while the pool exists. None: the pool can remember no more namespaces, or has
+    /// to remember this one and the writer lock is not to be had within `wait` seconds.
+    #[pyo3(signature = (digest, manifest, persistent=true, wait=LOCK_WAIT_SECONDS))]
     fn namespace(
         &self,
         py: Python<'_>,
         digest: &[u8],
         manifest: &str,
         persistent: bool,
+        wait: f64,
     ) -> PyResult<Option<u16>> {
         let namespace = Namespace(parse_digest("a namespace digest", digest)?);
-        py.detach(|| self.cache.namespace(&namespace, manifest, persistent)).map_err(to_python)
+        let wait = if wait > 0.0 { Wait::Within(seconds(wait)) } else { Wait::Try };
+        py.detach(|| self.cache.namespace(&namespace, manifest, persistent, wait))
+            .map_err(to_python)
     }
 
     /// How many leading keys are present, and how many of those are in memory.
@@ -173,7 +177,7 @@ impl PyCache {
     /// Makes room for an object; (entry, generation), or None where it exists, has no room, or the
     /// writer lock can't be had within `wait` seconds.
     #[pyo3(signature = (namespace, key, kind, parent, first_token, last_token, ranks,
-        payload_bytes, wait=RESERVE_WAIT_SECONDS))]
+        payload_bytes, wait=LOCK_WAIT_SECONDS))]
     #[expect(clippy::too_many_arguments, reason = "the fields of an object's header")]
     fn reserve(
         &self,
@@ -203,7 +207,7 @@ impl PyCache {
             ranks,
             payload_bytes,
         };
-        let short = wait <= RESERVE_WAIT_SECONDS;
+        let short = wait <= LOCK_WAIT_SECONDS;
         let wait = if wait > 0.0 { Wait::Within(seconds(wait)) } else { Wait::Try };
         let reserve = || self.cache.reserve(&meta, wait);
         let slot = if short { reserve() } else { py.detach(reserve) }.map_err(to_python)?;

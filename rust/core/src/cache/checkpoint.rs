@@ -95,7 +95,8 @@ mod tests {
     }
 
     fn put(cache: &Cache, key: ObjectKey) {
-        let namespace = cache.namespace(&Namespace([7; 32]), "{}", true).unwrap().unwrap();
+        let namespace =
+            cache.namespace(&Namespace([7; 32]), "{}", true, Wait::Within(LONG)).unwrap().unwrap();
         let meta = ObjectMeta {
             key,
             namespace,

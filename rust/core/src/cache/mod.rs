@@ -169,17 +169,19 @@ impl Cache {
     }
 
     /// The pool's number for a namespace; its manifest is written for people to read, in the
-    /// background. `None` when the pool's table of namespaces is full. Not `persistent`: nothing of it ever reaches the disk,
-    /// whoever else names it, for as long as the pool exists.
+    /// background. `None` when the pool's table of namespaces is full, or where it has no number yet
+    /// and the writer lock can't be had within `wait`. Not `persistent`: nothing of it ever reaches
+    /// the disk, whoever else names it, for as long as the pool exists.
     pub fn namespace(
         &self,
         namespace: &Namespace,
         manifest: &str,
         persistent: bool,
+        wait: Wait,
     ) -> Result<Option<u16>> {
         self.check_open()?;
         let pool = &self.inner.pool;
-        let Some(id) = pool.intern_namespace(namespace)? else { return Ok(None) };
+        let Some(id) = pool.intern_namespace(namespace, wait)? else { return Ok(None) };
         if !persistent {
             pool.set_memory_only(id);
         }

@@ -126,7 +126,7 @@ impl DiskStore {
         let Some(file_bytes) = file_bytes(info.payload_bytes) else {
             return Ok(Written::NoRoom(NoRoom::TooLarge));
         };
-        let Some(number) = self.pool.intern_namespace(namespace)? else {
+        let Some(number) = self.pool.intern_namespace(namespace, LOCK_WAIT.into())? else {
             return Ok(Written::NoRoom(NoRoom::Busy));
         };
         self.settle_orphans()?;

@@ -246,7 +246,7 @@ impl DiskStore {
     fn add(&self, batch: &[Found], scan: u64) -> Result<()> {
         let mut numbers = Vec::with_capacity(batch.len());
         for found in batch {
-            let number = self.pool.intern_namespace(&found.namespace)?;
+            let number = self.pool.intern_namespace(&found.namespace, LOCK_WAIT.into())?;
             // Files go only where the pool can never name their namespace, not where it is busy.
             if number.is_none() && self.pool.namespace(LAST_NAMESPACE).is_none() {
                 return Err(Error::new(ErrorKind::Timeout, "the writer lock is held"));

@@ -332,12 +332,11 @@ impl Pool {
     }
 
     /// The number of a namespace, given to it now if it has none. `None`: the table is full, or the
-    /// writer lock is not to be had soon.
-    pub fn intern_namespace(&self, namespace: &Namespace) -> Result<Option<u16>> {
+    /// writer lock is not to be had within `wait`.
+    pub fn intern_namespace(&self, namespace: &Namespace, wait: Wait) -> Result<Option<u16>> {
         if let Some(id) = self.find_namespace(namespace) {
             return Ok(Some(id));
         }
-        let wait = Wait::Within(std::time::Duration::from_secs(2));
         let added = self.write(wait, |_| {
             if let Some(id) = self.find_namespace(namespace) {
                 return Some(id);

@@ -94,7 +94,7 @@ pub(crate) fn payload(index: u32, bytes: usize) -> Vec<u8> {
 pub(crate) fn meta(cache: &Cache, index: u32, bytes: usize) -> ObjectMeta {
     ObjectMeta {
         key: key(index),
-        namespace: cache.namespace(&NAMESPACE, "{}", true).unwrap().unwrap(),
+        namespace: cache.namespace(&NAMESPACE, "{}", true, Wait::Within(LONG)).unwrap().unwrap(),
         kind: 0,
         parent: index.checked_sub(1).map(key),
         first_token: index * 256,
