@@ -134,11 +134,12 @@ class StateSaver:
         if self._boundaries.is_junction(tracked.request, boundary):
             self._note_reused(key)
         tracked.kept = max(tracked.kept, boundary)
-        if self._cache.lookup(key)[1]:
+        stored, in_memory = self._cache.lookup(key)
+        if in_memory:
             # It was just loaded, or computed again.
             return
         if not all(ids) or not self._saves.room_for(len(ids)):
-            self._counts["states_dropped"] += 1
+            self._counts["states_dropped"] += not stored
             return
         self._new_offers.append(
             Offer(

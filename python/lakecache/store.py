@@ -62,7 +62,11 @@ class _Store:
         try:
             number = self._cache.namespace(self._digest, manifest, wait=NAMING_SECONDS)
             if number is None:
-                raise CapacityError(28, "the pool has no room for another namespace")
+                raise CapacityError(
+                    errno.ENOSPC,
+                    f"the pool takes no namespace {namespace!r}: it can remember no more of them, "
+                    "and `lakecache clear` empties it; or a stopped process holds its lock",
+                )
             self._namespace = number
             self._largest: int = self._cache.stats()["memory_capacity_bytes"]
             if config.cache_dir is not None and index_timeout > 0:
