@@ -78,7 +78,7 @@ impl Inner {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use super::*;
     use crate::Namespace;
@@ -107,7 +107,15 @@ mod tests {
             ranks: 1,
             payload_bytes: 4096,
         };
-        let slot = cache.reserve(&meta, Wait::Within(LONG)).unwrap().unwrap();
+        let deadline = Instant::now() + LONG;
+        // The first piece of the pool is reserved in the background.
+        let slot = loop {
+            match cache.reserve(&meta, Wait::Within(LONG)).unwrap() {
+                Some(slot) => break slot,
+                None => assert!(Instant::now() < deadline, "no room for {meta:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
         cache.commit(slot).unwrap();
         assert!(cache.flush(LONG));
     }
