@@ -16,9 +16,9 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(name: str, *arguments: str, timeout: float = 280) -> str:
+def start(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         env=environment,
         capture_output=True,
@@ -26,6 +26,10 @@ def run(name: str, *arguments: str, timeout: float = 280) -> str:
         timeout=timeout,
         check=False,
     )
+
+
+def run(name: str, *arguments: str) -> str:
+    done = start(name, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
 
@@ -57,15 +61,7 @@ def test_a_device_that_vllm_is_not_for_is_refused(tiny_model):
     from vllm.platforms import current_platform
 
     other = "cpu" if current_platform.is_cuda() else "cuda"
-    command = [sys.executable, str(ROOT / "examples" / "vllm_demo.py"), "--device", other]
-    done = subprocess.run(
-        [*command, "--model", str(tiny_model)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = start("vllm_demo.py", "--device", other, "--model", str(tiny_model), timeout=120)
     assert done.returncode == 1
     assert f"--device {other}: this vLLM runs on" in done.stderr
 
@@ -81,11 +77,7 @@ def test_a_device_that_vllm_is_not_for_is_refused(tiny_model):
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments, says):
-    command = [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = start(*arguments, timeout=120)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
@@ -109,15 +101,8 @@ def test_hybrid_demo_refuses_prompts_without_a_state(models):
     model = models / "qwen35-moe-tiny"
     if not (model / "config.json").exists():
         pytest.skip(f"{model} is missing: make test makes it")
-    command = [sys.executable, str(ROOT / "examples" / "hybrid_demo.py"), "--model", str(model)]
-    done = subprocess.run(
-        [*command, "--tokens", "300,16", "--prefix-match-unit", "16"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "python")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    arguments = ["--tokens", "300,16", "--prefix-match-unit", "16"]
+    done = start("hybrid_demo.py", "--model", str(model), *arguments)
     assert done.returncode == 1
     assert "nothing is restored of 16 tokens or fewer" in done.stderr
 

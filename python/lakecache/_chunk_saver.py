@@ -69,16 +69,18 @@ class ChunkSaver:
             return
         self._requests[tracked.request.request_id] = tracked
         keys = self._keys.chunks(tracked)[: self._limit(tracked) * KEY_BYTES]
-        tracked.next_save = tracked.pinned = stored = 0
+        # Should the look-up raise, all is saved.
+        tracked.next_save = tracked.pinned = 0
         if keys:
             stored, in_memory = self._cache.lookup(keys)
             if stored and tracked.load is None:
                 self._cache.touch(keys[: stored * KEY_BYTES])
             if computed < stored and in_memory < stored:
-                # Its next reader shall not have to compute it, too, where the disk is slow.
-                stored, in_memory = self._cache.lookup(keys[computed * KEY_BYTES :])
-                stored = computed + stored * (in_memory == stored)
-        tracked.next_save = tracked.pinned = stored
+                again, in_memory = self._cache.lookup(keys[computed * KEY_BYTES :])
+                if in_memory < again:
+                    # Its next reader shall not have to compute it, too, where the disk is slow.
+                    stored = computed
+            tracked.next_save = tracked.pinned = stored
 
     def _limit(self, tracked: Tracked) -> int:
         request = tracked.request

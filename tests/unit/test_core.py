@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import os
 import struct
+import sys
 import threading
 import time
 
@@ -74,6 +75,43 @@ def test_a_changed_byte_in_memory_is_seen(cache):
     (address, size) = cache.spans(*slot)[-1]
     ctypes.memset(address + size - 1, 0x41, 1)
     assert not cache.checksum_ok(*slot)
+
+
+def test_calls_of_the_engines_thread_keep_the_gil(cache):
+    """Whoever got it in between would give it back only when its time is up."""
+    space = cache.namespace(b"n" * 32, "{}", wait=20.0)
+    cache.abandon(*reserve(cache, 0, 5000))
+    names = [key(number) for number in range(1, 200)]
+    turns, stop = [0], threading.Event()
+
+    def wait_for_it():
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    before = sys.getswitchinterval()
+    other = threading.Thread(target=wait_for_it, daemon=True)
+    sys.setswitchinterval(60.0)
+    try:
+        other.start()
+        while not turns[0]:
+            time.sleep(0.001)
+        begun = turns[0]
+        for name in names:
+            slot = cache.reserve(space, name, 0, None, 0, 16, 1, 5000)
+            cache.commit(*slot)
+            lease = cache.lease(name)
+            lease.poll()
+            lease.start()
+            lease.slots()
+            lease.close()
+            cache.touch(name)
+        ended = turns[0]
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        other.join(20)
+    assert ended == begun
 
 
 def test_states_of_many_slots_in_one_call(cache):

@@ -1,8 +1,8 @@
 //! Python bindings of `lakecache-core`: batches in, batches out.
 //!
-//! The GIL is released around what may wait, and kept in what takes microseconds: a thread that takes
-//! it meanwhile, such as the one in which vLLM decodes requests, gives it back after 5 ms only
-//! (`sys.getswitchinterval`).
+//! The GIL is released around what may wait for longer than a millisecond, and kept in what takes
+//! microseconds: a thread that takes it meanwhile, such as the one in which vLLM decodes requests,
+//! gives it back after 5 ms only (`sys.getswitchinterval`).
 
 #![expect(
     clippy::needless_pass_by_value,

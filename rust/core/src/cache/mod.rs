@@ -350,9 +350,9 @@ impl Cache {
     }
 
     /// Writes back what is dirty for at most `drain`, ends the threads and leaves the pool, but not
-    /// before the last view has ended. Idempotent; leases and slots are void afterwards. Copies of GPUs must be over; where they may
-    /// not be, the cache is dropped instead, and what it has pinned stays pinned until the process
-    /// has ended.
+    /// before the last view has ended. Idempotent; leases and slots are void afterwards. Copies of
+    /// GPUs must be over; where they may not be, the cache is dropped instead, and what it has pinned
+    /// stays pinned until the process has ended.
     pub fn close(&self, drain: Duration) {
         if self.stop(drain) {
             self.stopped.store(true, Ordering::SeqCst);
