@@ -55,6 +55,8 @@ class Pool:
         self.persistent: list[bool] = []  # what each naming of a namespace said
         self.polls_pending = 0  # how many polls of a lease answer None
         self.refuse_reserve = False
+        # How long each attempt might wait for the lock.
+        self.waits: list[float] = []
         self.copy_status = 0
         self.checked = True
         self.touched: list[bytes] = []
@@ -128,10 +130,14 @@ class Cache:
     def lease(self, keys: bytes) -> Lease:
         return Lease(self.pool, split(keys))
 
-    def reserve(self, number: int, key: bytes, kind: int, parent: bytes | None, *rest: int) -> Any:
+    def reserve(
+        self, number: int, key: bytes, kind: int, parent: bytes | None, first: int, last: int,
+        ranks: int, size: int, wait: float = 0.001,
+    ) -> Any:  # fmt: skip
+        self.pool.waits.append(wait)
         if self.pool.refuse_reserve or key in self.pool.by_key:
             return None
-        return self.pool.add(key, rest[-1]), 1
+        return self.pool.add(key, size), 1
 
     def commit(self, entry: int, generation: int) -> None:
         slot = self.pool.slots[entry]

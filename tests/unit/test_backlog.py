@@ -90,6 +90,25 @@ def test_chunks_behind_one_without_room_wait_with_it(
     assert bench.leaks() == []
 
 
+def test_the_lock_is_waited_for_once_in_a_step(bench: Bench) -> None:
+    bench.cache.pool.refuse_reserve = True
+    requests = [Request(64) for _ in range(3)]
+    for number, request in enumerate(requests):
+        request.block_hashes = [bytes([100 + number]) * 32] * 2
+        bench.allocate(request, 0)
+        bench.step(request, 64)
+    bench.cache.pool.waits.clear()
+    bench.step(requests[0], 1)
+    first, *others = bench.cache.pool.waits
+    assert first > 0
+    assert others == [0, 0]
+    bench.cache.pool.refuse_reserve = False
+    bench.acknowledge(bench.step(requests[0], 1))
+    for request in requests:
+        bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
 def test_the_engine_preempts_rather_than_wait_for_room(bench: Bench) -> None:
     request = Request(256)
     bench.allocate(request, 0)
