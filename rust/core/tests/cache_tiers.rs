@@ -221,6 +221,48 @@ fn a_lease_on_what_another_still_reads_counts_as_disk() {
 }
 
 #[test]
+fn a_lease_keeps_its_file_until_a_store_of_the_same_object_has_ended() {
+    watched(|| {
+        let place = Place::new(EngineChoice::Auto, 64 << 20);
+        let cache = open(&place.options);
+        assert!(put(&cache, 0, 5000));
+        assert!(cache.flush(LONG));
+        // It ends well; it is given up; whoever fills it was stopped.
+        for (published, abandoned) in [(true, false), (false, true), (false, false)] {
+            assert!(cache.clear_memory() > 0);
+            // As an engine does that computes the object although it is on disk.
+            let reserved =
+                cache.arena().reserve(&meta(&cache, 0, 5000), Purpose::Store, Wait::Within(LONG));
+            let Ok(Reserve::Slot(store)) = reserved else { panic!("{reserved:?}") };
+            let lease = cache.lease(&keys(1)).unwrap();
+            while lease.poll().is_none() {
+                std::thread::yield_now();
+            }
+            let reads = count(&cache, "disk_payload_reads");
+            lease.start();
+            assert!(
+                !lease.slots().iter().any(|&(_, slot)| slot == store),
+                "it may yet be given up"
+            );
+            if published {
+                let (address, _) = cache.arena().spans(store).unwrap()[0];
+                // SAFETY: the slot is ours to fill, and its 5000 bytes lie in one run.
+                unsafe { address.copy_from(payload(0, 5000).as_ptr(), 5000) };
+                assert!(cache.arena().publish(store, 0, false));
+            }
+            if abandoned {
+                cache.abandon(store);
+            }
+            assert_eq!(read_all(&cache, &lease, 5000), [0]);
+            assert_eq!(count(&cache, "disk_payload_reads") - reads, u64::from(!published));
+            drop(lease);
+            cache.arena().unpin(store);
+            cache.arena().check().unwrap();
+        }
+    });
+}
+
+#[test]
 fn what_is_in_memory_only_is_written_before_the_pool_gets_another_size() {
     watched(|| {
         let mut place = Place::new(EngineChoice::Auto, 64 << 20);

@@ -7,7 +7,7 @@
 //! tier streams through it while its reader releases what it has taken.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Inner, LOAD_DEADLINE, Stats, WritePolicy, checksum_of};
 use crate::ObjectKey;
@@ -20,6 +20,10 @@ use crate::units::{PAGE_BYTES, align_up};
 
 /// Files opened by one job of the I/O engine.
 const OPENS_PER_JOB: usize = 32;
+
+/// How long a lease leaves its file alone because somebody computes the object again and stores it:
+/// longer than that takes, and short for a reader whose writer was stopped or killed.
+const STORE_WAIT: Duration = Duration::from_millis(500);
 
 /// Where a leased object is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +58,7 @@ struct State {
     opens_pending: usize,
     /// Reading begins at this index; `None` until started.
     next: Option<usize>,
+    started: Instant,
     /// Items from here on are not wanted.
     end: usize,
     failed: Option<usize>,
@@ -112,6 +117,7 @@ impl Lease {
                 handed_out: vec![false; present],
                 opens_pending: opening.len(),
                 next: None,
+                started: Instant::now(),
                 end: present,
                 failed: None,
                 progress: Instant::now(),
@@ -161,7 +167,8 @@ impl Lease {
     pub fn start(&self) {
         let mut state = self.shared.lock();
         state.next = Some(0);
-        state.progress = Instant::now();
+        state.started = Instant::now();
+        state.progress = state.started;
         drop(state);
         self.shared.pump();
     }
@@ -339,6 +346,13 @@ impl Shared {
                     if let Item::Disk(file) = item {
                         self.read(next, slot, file);
                     }
+                }
+                Ok(Reserve::Exists(slot)) if self.inner.arena.is_being_stored(slot) => {
+                    if state.started.elapsed() < STORE_WAIT {
+                        return;
+                    }
+                    // Its bytes are in our file, and whoever fills it may never get on.
+                    self.inner.arena.abandon(slot);
                 }
                 Ok(Reserve::Exists(slot)) if self.inner.arena.pin(slot) => {
                     let file = std::mem::replace(&mut state.items[next], Item::Memory(slot));

@@ -222,6 +222,11 @@ impl Arena {
         }
     }
 
+    /// Whether the object's bytes are still to come from an engine: it may yet be given up.
+    pub fn is_being_stored(&self, slot: Slot) -> bool {
+        self.word_of(slot).is_some_and(|word| word.state() == State::Filling && !word.is_load())
+    }
+
     /// Keeps the object's memory until [`Arena::unpin`]; false if it is gone, and in a forked child,
     /// whose copies of pins are not its own. Pins count.
     pub fn pin(&self, slot: Slot) -> bool {
