@@ -60,11 +60,16 @@ class Engine:
             assert self.half.wait_ready(30)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], tokens: int = 8, lora_request: Any = None
-    ) -> list[Result]:
+        self, prompts: Sequence[Sequence[int]], tokens: int = 8, lora_request: Any = None,
+        params: Any = None,
+    ) -> list[Result]:  # fmt: skip
+        """Answer prompts; `params` are the requests' kv_transfer_params."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )  # fmt: skip
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling,
             use_tqdm=False, lora_request=lora_request,

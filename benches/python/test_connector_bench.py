@@ -128,6 +128,7 @@ def test_matched(benchmark, cached, hashes, asked):
             request_id=f"r{next(numbers)}", num_tokens=tokens, num_prompt_tokens=tokens,
             block_hashes=hashes, num_computed_tokens=0, num_output_placeholders=0,
             lora_request=None, skip_reading_prefix_cache=False, resumable=False,
+            kv_transfer_params=None,
         )  # fmt: skip
 
     def first() -> Any:

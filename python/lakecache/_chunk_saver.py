@@ -59,15 +59,17 @@ class ChunkSaver:
         return tracked.request.request_id in self._requests or tracked in self.backlog
 
     def begin(self, tracked: Tracked, computed: int) -> None:
-        """Save the chunks that are not stored, and those from `computed` on that are on disk alone;
-        refresh what is stored. Nothing changes for a request that was begun before.
+        """Save the chunks that are not stored, and those from `computed` on that are on disk alone,
+        if its client lets it be stored; refresh what is stored. Nothing changes for a request that
+        was begun before.
 
         `computed` is the first chunk that the request does not find in the GPU, nor loads as a
         whole.
         """
         if tracked.next_save >= 0 or tracked.request.resumable:
             return
-        self._requests[tracked.request.request_id] = tracked
+        if tracked.stores:
+            self._requests[tracked.request.request_id] = tracked
         keys = self._keys.chunks(tracked)[: self._limit(tracked) * KEY_BYTES]
         # Should the look-up raise, all is saved.
         tracked.next_save = tracked.pinned = 0

@@ -85,6 +85,7 @@ class Tracked:
         "keys",
         "lease",
         "load",
+        "loads",
         "local",
         "next_save",
         "no_room",
@@ -97,10 +98,13 @@ class Tracked:
         "space",
         "states",
         "states_begin",
+        "stores",
     )
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        # Whether the client lets it be stored, and loaded.
+        self.stores = self.loads = True
         self.space: Space | None = None
         self.keys = b""
         self.lease: Any = None

@@ -27,6 +27,7 @@ from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, Tally, Wo
 from lakecache._objects import KEY_BYTES, KIND_CHUNK, Geometry
 from lakecache._policy import LoadPolicy
 from lakecache._records import Tracked
+from lakecache._request_params import ParamsReader
 from lakecache._saves import Saves
 from lakecache._spaces import Namespaces
 
@@ -96,6 +97,7 @@ class SchedulerHalf:
         self._plan = IDLE
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
+        self.params = ParamsReader(self.counts)
         self.loads = Loads(ranks=self.ranks, counts=self.counts)
         self.saves = Saves(
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
@@ -191,7 +193,7 @@ class SchedulerHalf:
             return None
         tracked = self._track(request)
         tracked.local = local
-        loads = tracked.load is None and tracked.failures < LOAD_ATTEMPTS
+        loads = tracked.loads and tracked.load is None and tracked.failures < LOAD_ATTEMPTS
         return tracked if loads else None
 
     def _fits_step(self, tracked: Tracked, objects: int) -> bool:
@@ -251,7 +253,10 @@ class SchedulerHalf:
     def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = Tracked(request)
+            tracked = Tracked(request)
+            if request.kv_transfer_params is not None:
+                self.params.apply(tracked, request.kv_transfer_params)
+            self._tracked[request.request_id] = tracked
         return tracked
 
     # Allocation

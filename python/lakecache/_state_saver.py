@@ -89,6 +89,8 @@ class StateSaver:
         """Pin the states that are worth storing of (group, block, tokens) that vLLM hands over;
         `table` are the request's blocks.
         """
+        if not tracked.stores:
+            return
         boundaries: dict[int, dict[int, int]] = {}
         for group, block, boundary in entries:
             boundaries.setdefault(boundary, {})[group] = block

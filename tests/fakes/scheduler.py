@@ -47,7 +47,7 @@ class Request(SimpleNamespace):
             "request_id": f"r{next(numbers)}", "num_tokens": tokens, "num_prompt_tokens": tokens,
             "block_hashes": [bytes([i]) * 32 for i in range(tokens // BLOCK)],
             "num_computed_tokens": 0, "num_output_placeholders": 0, "lora_request": None,
-            "skip_reading_prefix_cache": False, "resumable": False,
+            "skip_reading_prefix_cache": False, "resumable": False, "kv_transfer_params": None,
         }  # fmt: skip
         super().__init__(**{**values, **more})
 

@@ -1,0 +1,80 @@
+"""What a client says of one request in `kv_transfer_params`: whether it may be stored, or loaded.
+
+A mistake of a client must neither stop the engine nor bring private data into the store: what is
+not understood means no.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lakecache._metadata import Tally
+    from lakecache._records import Tracked
+
+__all__ = ["LOAD", "STORE", "ParamsReader"]
+
+log = logging.getLogger("vllm.lakecache")
+
+STORE, LOAD = "lakecache.store", "lakecache.load"
+# How many warnings there are must not be for clients to decide.
+WARN_SECONDS = 30.0
+
+
+class ParamsReader:
+    """Reads the parameters of requests, counts, and warns of what it does not understand."""
+
+    def __init__(self, counts: Tally) -> None:
+        self._counts = counts
+        self._warned: float | None = None
+        self._left_out = 0
+
+    def apply(self, tracked: Tracked, params: Any) -> None:
+        """Note whether a request is stored, and whether it is loaded: without the keys, yes.
+
+        A value that is neither true nor false is taken for false. A key with `lakecache` in it that
+        is none of the two, and parameters that are no mapping, mean that the request is not stored.
+        """
+        allowed = {STORE: True, LOAD: True}
+        faults: list[str] = []
+        if not isinstance(params, Mapping):
+            allowed[STORE] = False
+            faults.append(f"kv_transfer_params is {reprlib.repr(params)}")
+            params = {}
+        for key, value in params.items():
+            # Whoever writes it in another way means this one; all other keys are others'.
+            if "lakecache" not in str(key).lower():
+                continue
+            known = isinstance(key, str) and key in allowed
+            allowed[key if known else STORE] &= known and value is True
+            if not known or not isinstance(value, bool):
+                faults.append(
+                    f"kv_transfer_params has {reprlib.repr(key)} with value {reprlib.repr(value)}"
+                )
+        tracked.stores, tracked.loads = allowed[STORE], allowed[LOAD]
+        if not tracked.stores:
+            self._counts["requests_not_stored"] += 1
+        if not tracked.loads:
+            self._counts["requests_not_loaded"] += 1
+        if faults:
+            self._counts["params_refused"] += 1
+            self._warn(tracked, faults)
+
+    def _warn(self, tracked: Tracked, faults: list[str]) -> None:
+        now = time.monotonic()
+        if self._warned is not None and now - self._warned < WARN_SECONDS:
+            self._left_out += 1
+            return
+        others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        outcome = ["not stored"] * (not tracked.stores) + ["not loaded"] * (not tracked.loads)
+        left_out, self._left_out, self._warned = self._left_out, 0, now
+        log.warning(
+            "LakeCache: request %r: %s%s; allowed are %s and %s, each true or false. The request "
+            "is %s.%s",
+            tracked.request.request_id, faults[0], others, STORE, LOAD, " and ".join(outcome),
+            f" {left_out} such requests since the last warning." if left_out else "",
+        )  # fmt: skip
