@@ -6,6 +6,7 @@
 //! begin with [`Lease::start`], into slots reserved as room allows: a chain larger than the memory
 //! tier streams through it while its reader releases what it has taken.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,10 @@ use crate::units::{PAGE_BYTES, align_up};
 
 /// Files opened by one job of the I/O engine.
 const OPENS_PER_JOB: usize = 32;
+
+/// Reads begun by the thread that asks, which may be the engine's: some ten microseconds each. The
+/// others are begun by the I/O engine's threads.
+const READS_AT_ONCE: usize = 16;
 
 /// How long a lease leaves its file alone because somebody computes the object again and stores it:
 /// longer than that takes, and short for a reader whose writer was stopped or killed.
@@ -71,6 +76,8 @@ struct Shared {
     inner: Arc<Inner>,
     keys: Vec<ObjectKey>,
     state: Mutex<State>,
+    /// Reads are begun by a job, or will be.
+    in_background: AtomicBool,
 }
 
 /// Leases on the leading keys of a chain that are present. Dropping it gives everything back.
@@ -123,6 +130,7 @@ impl Lease {
                 progress: Instant::now(),
                 closed: false,
             }),
+            in_background: AtomicBool::new(false),
         });
         for batch in opening.chunks(OPENS_PER_JOB) {
             shared.open_in_background(batch.to_vec());
@@ -322,20 +330,41 @@ impl Shared {
         }
     }
 
-    /// Begins reads in order, as far as there is room.
+    /// Begins reads in order, as far as there is room; of many, the rest in the background.
     fn pump(self: &Arc<Self>) {
-        loop {
+        if self.in_background.load(Ordering::Acquire) || !self.begin_reads(READS_AT_ONCE) {
+            return;
+        }
+        let Some(engine) = &self.inner.engine else { return };
+        if self.in_background.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let shared = Arc::clone(self);
+        let job = Box::new(move || {
+            shared.begin_reads(usize::MAX);
+            shared.in_background.store(false, Ordering::Release);
+        });
+        if engine.run(job).is_err() {
+            // The next call goes on.
+            self.in_background.store(false, Ordering::Release);
+        }
+    }
+
+    /// Begins at most so many reads; whether that many were begun, so that there may be more.
+    fn begin_reads(self: &Arc<Self>, most: usize) -> bool {
+        let mut begun = 0;
+        while begun < most {
             let mut state = self.lock();
-            let Some(next) = state.next else { return };
+            let Some(next) = state.next else { return false };
             let end = state.held();
             if state.closed || state.failed.is_some() || next >= end {
-                return;
+                return false;
             }
             if !matches!(state.items[next], Item::Disk(_)) {
                 state.next = Some(next + 1);
                 continue;
             }
-            let Item::Disk(file) = &state.items[next] else { return };
+            let Item::Disk(file) = &state.items[next] else { return false };
             let meta = meta_of(file);
             match self.inner.arena.reserve(&meta, Purpose::Load, Wait::Try) {
                 Ok(Reserve::Slot(slot)) => {
@@ -343,13 +372,14 @@ impl Shared {
                     state.next = Some(next + 1);
                     state.progress = Instant::now();
                     drop(state);
+                    begun += 1;
                     if let Item::Disk(file) = item {
                         self.read(next, slot, file);
                     }
                 }
                 Ok(Reserve::Exists(slot)) if self.inner.arena.is_being_stored(slot) => {
                     if state.started.elapsed() < STORE_WAIT {
-                        return;
+                        return false;
                     }
                     // Its bytes are in our file, and whoever fills it may never get on.
                     self.inner.arena.abandon(slot);
@@ -365,15 +395,16 @@ impl Shared {
                         Stats::add(&self.inner.stats.counters.load_deadlines, 1);
                         state.fail(next);
                     }
-                    return;
+                    return false;
                 }
                 Err(error) => {
                     log::warn!("a load found no slot and counts as a miss: {error}");
                     state.fail(next);
-                    return;
+                    return false;
                 }
             }
         }
+        true
     }
 
     fn read(self: &Arc<Self>, index: usize, slot: Slot, file: DiskLease) {
@@ -476,5 +507,79 @@ fn meta_of(file: &DiskLease) -> ObjectMeta {
         last_token: info.last_token,
         ranks: info.ranks,
         payload_bytes: info.payload_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::Namespace;
+    use crate::cache::{Cache, CacheOptions};
+    use crate::io::EngineChoice;
+    use crate::l2::Durability;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Goal: however many objects are read, the engine's thread begins few of the reads itself.
+    #[test]
+    fn whoever_asks_begins_a_few_reads_and_leaves_the_rest_to_others() {
+        let (disk, ram) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let cache = Cache::open(&CacheOptions {
+            cache_dir: Some(disk.path().to_path_buf()),
+            ram_dir: ram.path().to_path_buf(),
+            cpu_bytes: 64 << 20,
+            disk_capacity_bytes: None,
+            shared: true,
+            io_engine: EngineChoice::Auto,
+            checksum: true,
+            durability: Durability::None,
+            write_policy: WritePolicy::WriteThrough,
+            worker: false,
+        })
+        .unwrap();
+        let wait = Wait::Within(LONG);
+        let namespace = cache.namespace(&Namespace([1; 32]), "{}", true, wait).unwrap().unwrap();
+        let keys: Vec<_> = (0..100).map(|number| ObjectKey([number; 32])).collect();
+        let until = Instant::now() + LONG;
+        for &key in &keys {
+            let meta = ObjectMeta {
+                key,
+                namespace,
+                kind: 0,
+                parent: None,
+                first_token: 0,
+                last_token: 0,
+                ranks: 1,
+                payload_bytes: 5000,
+            };
+            // The pool's memory is still being reserved.
+            let slot = std::iter::repeat_with(|| cache.reserve(&meta, wait).unwrap())
+                .take_while(|_| Instant::now() < until)
+                .find_map(|slot| slot)
+                .unwrap();
+            cache.commit(slot).unwrap();
+        }
+        assert!(cache.flush(LONG) && cache.clear_memory() > 0);
+        let lease = cache.lease(&keys).unwrap();
+        while lease.poll().is_none() {
+            assert!(Instant::now() < until);
+        }
+        let in_state = |wanted: fn(&Item) -> bool| {
+            lease.shared.lock().items.iter().filter(|item| wanted(item)).count()
+        };
+        lease.shared.lock().next = Some(0);
+        assert!(lease.shared.begin_reads(3));
+        assert_eq!(in_state(|item| matches!(item, Item::Disk(_))), 97);
+        lease.shared.pump();
+        while in_state(|item| matches!(item, Item::Loading(_))) < 100 {
+            // What found the lock taken is begun at the next call.
+            lease.slots();
+            assert!(Instant::now() < until && lease.failed().is_none());
+        }
+        assert!(!lease.shared.begin_reads(1));
+        drop(lease);
+        cache.close(LONG);
     }
 }
