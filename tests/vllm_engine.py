@@ -28,6 +28,7 @@ class Engine:
     def __init__(self, extra: dict[str, Any] | None, **settings: Any) -> None:
         from vllm import LLM
 
+        late = settings.pop("late", False)
         connector = settings.pop("connector", "LakeCacheConnector")
         module = "hybrid" if connector.startswith("Hybrid") else "connector"
         # None: the name alone, which vLLM knows from the plugin.
@@ -54,8 +55,13 @@ class Engine:
             kv_cache_memory_bytes=settings.pop("kv_bytes", 64 << 20), **settings,
         )  # fmt: skip
         self.core = self.llm.llm_engine.engine_core.engine_core
-        self.connector = self.core.scheduler.connector
+        whole = self.core.scheduler.connector
+        children = getattr(whole, "sub_connectors", [whole])
+        self.connector = next((one for one in children if hasattr(one, "declined")), whole)
         self.half = getattr(self.connector, "scheduler", None)
+        if late:
+            # What the workers say comes with the report of the first step.
+            self.generate([[1, 2]], tokens=1)
         if self.half is not None and self.half.declined is None:
             assert self.half.wait_ready(30)
 

@@ -93,12 +93,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     `stores` maps a job to (ranks that copied it, ranks that failed); `copied` maps (load, index)
     to the ranks that no longer need the chunk. `same_step` is whether all ranks that report can
-    still load within the step.
+    still load within the step. `handshakes`, by (pipeline rank, tensor rank), are there once, where
+    vLLM does not pass them on at the start.
     """
 
     stores: dict[int, tuple[int, int]] = field(default_factory=dict)
     copied: dict[tuple[int, int], int] = field(default_factory=dict)
     same_step: bool = True
+    handshakes: dict[tuple[int, int], Handshake] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add the counts of another rank, or of another step."""
@@ -111,7 +113,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
         copied = dict(self.copied)
         for chunk, ranks in other.copied.items():
             copied[chunk] = copied.get(chunk, 0) + ranks
-        return WorkerReport(stores, copied, self.same_step and other.same_step)
+        return WorkerReport(
+            stores, copied, self.same_step and other.same_step,
+            {**self.handshakes, **other.handshakes},
+        )  # fmt: skip
 
 
 @dataclass
@@ -129,6 +134,8 @@ class Handshake(KVConnectorHandshakeMetadata):
     declined: str | None = None
     # Of this worker alone.
     worker: str = ""
+    # What vLLM does with requests whose load fails.
+    failure_policy: str = "recompute"
 
     @staticmethod
     def disagreement(told: Sequence[Handshake], ranks: int, pool_id: str) -> str | None:

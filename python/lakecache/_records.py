@@ -58,7 +58,9 @@ class Load:
 class Store:
     """One object on its way from the GPU's blocks, computed in a step, into a slot."""
 
-    __slots__ = ("blocks", "entry", "generation", "ranks_bad", "ranks_good", "step")
+    __slots__ = (
+        "blocks", "distrusted", "entry", "generation", "ranks_bad", "ranks_good", "step",
+    )  # fmt: skip
 
     def __init__(self, entry: int, generation: int, blocks: list[Any], step: int) -> None:
         self.entry = entry
@@ -67,6 +69,7 @@ class Store:
         self.step = step
         self.ranks_good = 0
         self.ranks_bad = 0
+        self.distrusted = False
 
 
 class Tracked:

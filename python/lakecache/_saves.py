@@ -105,7 +105,7 @@ class Saves:
             return
         del self._jobs[job]
         try:
-            if store.ranks_bad:
+            if store.ranks_bad or store.distrusted:
                 self._counts["stores_failed"] += 1
                 self._cache.abandon(store.entry, store.generation)
             else:
@@ -115,6 +115,11 @@ class Saves:
         finally:
             # Whatever the store says, the engine gets its blocks back.
             self.unpin(store.blocks)
+
+    def distrust(self) -> None:
+        """Have all that is under way end as failed: it may not be what it should be."""
+        for store in self._jobs.values():
+            store.distrusted = True
 
     def abandon(self, after: int = 0) -> None:
         """Give up, at the engine's end, what is under way and was computed after this step."""

@@ -452,6 +452,19 @@ class SchedulerHalf:
         if self.policy is not None:
             self.policy.load_ended(load.ident, good=good)
 
+    def distrust(self) -> None:
+        """Store nothing of what is computed up to now and not stored yet.
+
+        Another connector could not load some blocks, and says so when a step has read them: what
+        that step computed from them is wrong, and so is what a step launched behind it goes on to.
+        """
+        self.saves.distrust()
+        for tracked in self._tracked.values():
+            if tracked in self.chunk_saver:
+                self.chunk_saver.start_over(tracked)
+                self.chunk_saver.begin(tracked, 0)
+        self.chunk_saver.backlog.clear()
+
     def finished_tail(
         self,
         request: Request,

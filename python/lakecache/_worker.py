@@ -165,6 +165,10 @@ class WorkerHalf:
             worker=self.name,
         )
 
+    def report_handshake(self, told: Handshake) -> None:
+        """Have the next report say what vLLM does not pass on. There is no pipeline."""
+        self._report.handshakes[0, self._rank] = told
+
     def busy(self) -> bool:
         """Whether polling can bring anything."""
         return bool(self._jobs or self._loads or self._over)
@@ -281,7 +285,7 @@ class WorkerHalf:
         """Give the acknowledgements since the last call, if any."""
         if self._same_step and not (self._transfer and self._transfer.same_step):
             self._same_step = self._report.same_step = False
-        elif not self._report.stores and not self._report.copied:
+        elif not (self._report.stores or self._report.copied or self._report.handshakes):
             return None
         report, self._report = self._report, WorkerReport()
         return report

@@ -4,9 +4,12 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"cache_dir": "/var/cache/lakecache", "cpu_bytes": "8GiB"}}'
 
-The import is cheap and has no side effects: vLLM does it in its front end too. Wrong settings and
-a cache that cannot be opened are errors at start-up. After that nothing raised in here reaches the
-engine: it is logged once, counted, and becomes a miss.
+The import is cheap, as vLLM does it in its front end too, and makes the names known as the plugin
+does. Wrong settings and a cache that cannot be opened are errors at start-up. After that nothing
+raised in here reaches the engine: it is logged once, counted, and becomes a miss.
+
+In vLLM's `MultiConnector` some of what is passed on is another connector's: its handshakes, its
+loads and their failures.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -25,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lakecache import _messages
+from lakecache import _messages, plugin
 from lakecache._hybrid import HybridSchedulerHalf
 from lakecache._metadata import IDLE, CacheStats, Handshake, StepPlan, WorkerReport
 from lakecache._metrics import CacheMetrics, StoreGrowth
@@ -57,6 +61,10 @@ if TYPE_CHECKING:
 __all__ = ["CacheConnector", "LakeCacheConnector", "MiniCacheConnector"]
 
 log = logging.getLogger("vllm.lakecache")
+
+# vLLM's MultiConnector finds the class of a connector's counters by this alone, also where the
+# connector was given by its module.
+plugin.register()
 
 Answer = TypeVar("Answer")
 NOTHING = KVConnectorTransferResults()
@@ -112,6 +120,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         config = CacheConfig.from_extra_config(transfer.kv_connector_extra_config)
         self._workers: list[str] = []
+        # Whether this rank's handshake is on its way.
+        self._told = False
         scheduling = role == KVConnectorRole.SCHEDULER
         unstable = unstable_reason(vllm_config)
         self._loaded_groups = kv_cache_config.prefix_cacheable_group_ids
@@ -123,8 +133,11 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             if scheduling:
                 log.warning("LakeCache does nothing in this engine: %s.", self.declined)
             return
-        if scheduling:
-            self._warn(transfer.kv_load_failure_policy, unstable)
+        if scheduling and unstable is not None:
+            log.warning(
+                "LakeCache keeps nothing on disk and shares nothing between processes: %s.",
+                unstable,
+            )
         cache = open_cache(config, worker=not scheduling, disk=unstable is None)
         _messages.pass_on(log)
         groups = cache_groups(kv_cache_config, hybrid=hybrid)
@@ -142,20 +155,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config, kv_cache_config, config, cache,
                 groups=groups, geometry=geometry, rank=_rank_of_worker(),
             )  # fmt: skip
-
-    @staticmethod
-    def _warn(policy: str, unstable: str | None) -> None:
-        if policy != "recompute":
-            log.warning(
-                "LakeCache: kv_load_failure_policy is %r, so a request whose load fails is failed "
-                'by vLLM; set "kv_load_failure_policy": "recompute" to have it computed instead.',
-                policy,
-            )
-        if unstable is not None:
-            log.warning(
-                "LakeCache keeps nothing on disk and shares nothing between processes: %s.",
-                unstable,
-            )
 
     def _failed(self, where: str) -> None:
         self.errors += 1
@@ -187,8 +186,22 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler half about this rank's pages and pool."""
-        return None if self.worker is None else self.worker.handshake()
+        """Tell the scheduler half about this rank's pages and pool.
+
+        vLLM's MultiConnector passes on the handshake of one connector only, the first that has one.
+        Where another one has one, ours goes with the report of the first step instead.
+        """
+        if self.worker is None:
+            return None
+        others = (one for one in getattr(_outermost(self), "sub_connectors", ()) if one is not self)
+        self._told = not any(_shakes_hands(other) for other in others)
+        return self._introduction(self.worker) if self._told else None
+
+    def _introduction(self, worker: WorkerHalf) -> Handshake:
+        told = worker.handshake()
+        # It is vLLM's own setting, which an entry of a MultiConnector does not change.
+        told.failure_policy = _outermost(self)._kv_transfer_config.kv_load_failure_policy
+        return told
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin this step's loads; they are polled, never waited for.
@@ -236,7 +249,12 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Acknowledge copies to the scheduler half."""
-        return None if self.worker is None else self.worker.take_report()
+        if self.worker is None:
+            return None
+        if not self._told:
+            self._told = True
+            self.worker.report_handshake(self._introduction(self.worker))
+        return self.worker.take_report()
 
     # Scheduler side
 
@@ -250,14 +268,28 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Compare what the workers say; decline where they disagree."""
-        if self.scheduler is not None:
-            workers = {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
-            self.scheduler.handshake(workers)
-            if self.scheduler.declined is None:
-                self._workers = [told.worker for told in workers.values()]
-                _schedulers.update(dict.fromkeys(self._workers, self.scheduler))
-            _messages.pass_on(log)
+        """Compare what the workers say; decline where they disagree.
+
+        Where it is all another connector's, the workers' reports have ours.
+        """
+        workers = {rank: told for rank, told in metadata.items() if isinstance(told, Handshake)}
+        if self.scheduler is not None and (workers or not metadata):
+            self._meet(self.scheduler, workers)
+
+    def _meet(self, scheduler: SchedulerHalf, workers: dict[tuple[int, int], Handshake]) -> None:
+        scheduler.handshake(workers)
+        if scheduler.declined is None:
+            self._workers = [told.worker for told in workers.values()]
+            _schedulers.update(dict.fromkeys(self._workers, scheduler))
+            policy = next(iter(workers.values())).failure_policy
+            if policy != "recompute":
+                log.warning(
+                    "LakeCache: kv_load_failure_policy is %r, so a request whose load fails is "
+                    'failed by vLLM; set "kv_load_failure_policy": "recompute" (with '
+                    "MultiConnector: beside its name) to have it computed instead.",
+                    policy,
+                )
+        _messages.pass_on(log)
 
     @_guarded(tuple)
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -334,15 +366,21 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take acknowledgements and finished loads."""
+        """Take acknowledgements and finished loads, and notice other connectors' failed ones."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
         report = connector_output.kv_connector_worker_meta
         received = connector_output.finished_recving
-        if self.scheduler is not None and (report is not None or received):
-            self.scheduler.report(
-                report if isinstance(report, WorkerReport) else None,
-                received or (),
-                connector_output.failed_recving,
-            )
+        try:
+            if report is not None or received:
+                ours = report if isinstance(report, WorkerReport) else None
+                if ours is not None and ours.handshakes and not self._workers:
+                    self._meet(scheduler, ours.handshakes)
+                scheduler.report(ours, received or (), connector_output.failed_recving)
+        finally:
+            if connector_output.invalid_block_ids:
+                scheduler.distrust()
 
     @_guarded(lambda: (False, None))
     def request_finished(
@@ -454,6 +492,18 @@ class LakeCacheConnector(CacheConnector):
     """The connector for every model: it serves those with full attention in every layer, and those
     with recurrent state besides attention, and declines others.
     """
+
+
+def _outermost(connector: CacheConnector) -> Any:
+    """The connector that vLLM's worker has, which may be one that holds several."""
+    return get_kv_transfer_group() if has_kv_transfer_group() else connector
+
+
+def _shakes_hands(other: KVConnectorBase_V1) -> bool:
+    """Whether another connector of a MultiConnector has a handshake to be passed on."""
+    if isinstance(other, CacheConnector):
+        return other.worker is not None
+    return other.get_handshake_metadata() is not None
 
 
 def _rank_of_worker() -> int:

@@ -35,6 +35,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 assert not {"lakecache.connector", "lakecache._core"} & set(sys.modules)
 for name in ("LakeCacheConnector", "MiniCacheConnector", "HybridCheckpointConnector"):
     assert Factory.get_connector_class_by_name(name).__name__ == name
+# Without the plugin, for a connector that is found by its module.
+Factory._registry.clear()
+del sys.modules["lakecache.connector"]
+import lakecache.connector
+assert Factory.get_connector_class_by_name("LakeCacheConnector").__module__ in sys.modules
 """
     python = str(Path(plugin.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": python}
