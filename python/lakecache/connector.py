@@ -193,14 +193,23 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self.worker is None:
             return None
-        others = (one for one in getattr(_outermost(self), "sub_connectors", ()) if one is not self)
-        self._told = not any(_shakes_hands(other) for other in others)
+        self._told = not any(
+            other.get_handshake_metadata() is not None
+            for other in self._others()
+            if not isinstance(other, CacheConnector)
+        )
         return self._introduction(self.worker) if self._told else None
+
+    def _others(self) -> list[KVConnectorBase_V1]:
+        """Give the connectors beside this one, in a worker."""
+        return [one for one in getattr(_outermost(self), "sub_connectors", ()) if one is not self]
 
     def _introduction(self, worker: WorkerHalf) -> Handshake:
         told = worker.handshake()
         # It is vLLM's own setting, which an entry of a MultiConnector does not change.
         told.failure_policy = _outermost(self)._kv_transfer_config.kv_load_failure_policy
+        if any(isinstance(other, CacheConnector) and other.worker for other in self._others()):
+            told.declined = "MultiConnector has it more than once; keep one entry"
         return told
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -375,7 +384,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if report is not None or received:
                 ours = report if isinstance(report, WorkerReport) else None
-                if ours is not None and ours.handshakes and not self._workers:
+                met = self._workers or scheduler.declined is not None
+                if ours is not None and ours.handshakes and not met:
                     self._meet(scheduler, ours.handshakes)
                 scheduler.report(ours, received or (), connector_output.failed_recving)
         finally:
@@ -497,13 +507,6 @@ class LakeCacheConnector(CacheConnector):
 def _outermost(connector: CacheConnector) -> Any:
     """The connector that vLLM's worker has, which may be one that holds several."""
     return get_kv_transfer_group() if has_kv_transfer_group() else connector
-
-
-def _shakes_hands(other: KVConnectorBase_V1) -> bool:
-    """Whether another connector of a MultiConnector has a handshake to be passed on."""
-    if isinstance(other, CacheConnector):
-        return other.worker is not None
-    return other.get_handshake_metadata() is not None
 
 
 def _rank_of_worker() -> int:

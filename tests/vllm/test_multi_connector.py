@@ -106,7 +106,9 @@ def test_beside_the_example_connector(
         loaded = cached.half.total("loads")
         assert loaded == (2 if first == "lake" else 0)
         at_rest(cached)
-    # What was stored beside the other one is right.
+    if first == "lake":
+        return
+    # What was stored beside the other one, which loaded it each time, is right.
     with engine(places) as alone:
         answers(alone, 0, native, HIT)
         alone.forget_gpu()
