@@ -286,6 +286,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._meet(self.scheduler, workers)
 
     def _meet(self, scheduler: SchedulerHalf, workers: dict[tuple[int, int], Handshake]) -> None:
+        if self._workers or scheduler.declined is not None:
+            return
         scheduler.handshake(workers)
         if scheduler.declined is None:
             self._workers = [told.worker for told in workers.values()]
@@ -384,8 +386,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if report is not None or received:
                 ours = report if isinstance(report, WorkerReport) else None
-                met = self._workers or scheduler.declined is not None
-                if ours is not None and ours.handshakes and not met:
+                if ours is not None and ours.handshakes:
                     self._meet(scheduler, ours.handshakes)
                 scheduler.report(ours, received or (), connector_output.failed_recving)
         finally:
