@@ -424,6 +424,7 @@ class Engine(scheduler.Bench):
                     kv_connector_worker_meta=some,
                     finished_recving=set(received),
                     failed_recving=set(failed),
+                    invalid_block_ids=set(),
                 )
             )
         for name in received:

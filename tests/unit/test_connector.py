@@ -31,6 +31,7 @@ class Broken:
         self.counts: Counter[str] = Counter()
         self.failed: list[str] = []
         self.owes = False
+        self.declined: str | None = None
 
     def fail_load(self, request_id: str) -> None:
         self.failed.append(request_id)
@@ -53,7 +54,7 @@ def broken() -> MiniCacheConnector:
     made = LakeCacheConnector.__new__(LakeCacheConnector)
     made.errors = 0
     made.declined = None
-    made._workers = []
+    made._workers, made._told = [], True
     plan = StepPlan()
     plan.loads.append((1, "r", 1))
     made._connector_metadata = plan
@@ -64,8 +65,9 @@ def broken() -> MiniCacheConnector:
 
 REQUEST: Any = SimpleNamespace(request_id="r")
 OUTPUT: Any = SimpleNamespace(
-    kv_connector_worker_meta=WorkerReport(), finished_recving={"r"}, failed_recving=set()
-)
+    kv_connector_worker_meta=WorkerReport(), finished_recving={"r"}, failed_recving=set(),
+    invalid_block_ids={1},
+)  # fmt: skip
 HOOKS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("register_kv_caches", ({},), None),
     ("get_handshake_metadata", (), None),
