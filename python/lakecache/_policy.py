@@ -185,16 +185,17 @@ class LoadPolicy:
 
     def choose(
         self, before: Choice | None, *, tokens: int, local: int, present: int, in_memory: int,
-        chunk: int, chunk_bytes: int, same_step: bool = False,
+        leading: int, chunk: int, chunk_bytes: int, same_step: bool = False,
     ) -> Choice:  # fmt: skip
-        """Decide about `present` chunks from the one of token `local` on; `in_memory` of them lead.
+        """Decide about `present` chunks from the one of token `local` on; `in_memory` of them are
+        in memory, and `leading` of those come before any on disk.
 
         A request that is asked again in the same state gets the answer it had.
         """
         if before is not None and (before.local, before.offered) == (local, present):
             return before
         first = local // chunk
-        counts = sorted({in_memory, present} - {0})
+        counts = sorted({leading, present} - {0})
         hit = Hit(
             tokens, local,
             [min((first + count) * chunk, tokens - 1) for count in counts],

@@ -183,7 +183,8 @@ class SchedulerHalf:
         if held is not None and tracked.choice is not None and held < tracked.choice.taken:
             # Less than was hoped for.
             tiers = tracked.lease.tiers()[:held]
-            held = self._choose(tracked, local, held, held - len(tiers.lstrip(b"\0")))
+            leading = held - len(tiers.lstrip(b"\0"))
+            held = self._choose(tracked, local, held, tiers.count(0), leading)
             tracked.lease.truncate(held)
         return held
 
@@ -213,22 +214,42 @@ class SchedulerHalf:
             if tracked.first == first:
                 return True
             self._drop_lease(tracked)
-        present, in_memory = self._cache.lookup(keys[first * KEY_BYTES :])
-        present = self._choose(tracked, local, present, in_memory)
+        wanted = keys[first * KEY_BYTES :]
+        present, in_memory = self._cache.lookup(wanted)
+        leading = self._leading(wanted, in_memory) if in_memory < present else in_memory
+        present = self._choose(tracked, local, present, in_memory, leading)
         if not present:
             return False
         tracked.lease = self._cache.lease(keys[first * KEY_BYTES : (first + present) * KEY_BYTES])
         tracked.first = first
         return True
 
-    def _choose(self, tracked: Tracked, local: int, present: int, in_memory: int) -> int:
-        """Give how many of the chunks that are present are worth loading."""
+    def _leading(self, keys: bytes, in_memory: int) -> int:
+        """Give how many chunks in memory, of so many in all, come before the first on disk alone:
+        what the GPU held is not put into memory when what follows it is computed.
+        """
+        least, most = 0, in_memory if self.policy is not None else 0
+        middle = most
+        while least < most:
+            if self._cache.lookup(keys[: middle * KEY_BYTES])[1] == middle:
+                least = middle
+            else:
+                most = middle - 1
+            middle = (least + most + 1) // 2
+        return least
+
+    def _choose(
+        self, tracked: Tracked, local: int, present: int, in_memory: int, leading: int
+    ) -> int:
+        """Give how many of the chunks that are present are worth loading; so many are in memory,
+        and so many of those come first.
+        """
         if self.policy is None or not present:
             return present
         tracked.choice = self.policy.choose(
             tracked.choice, tokens=tracked.request.num_tokens, local=local, present=present,
-            in_memory=in_memory, chunk=self.chunk, chunk_bytes=self._bytes(KIND_CHUNK),
-            same_step=self._alone(),
+            in_memory=in_memory, leading=leading, chunk=self.chunk,
+            chunk_bytes=self._bytes(KIND_CHUNK), same_step=self._alone(),
         )  # fmt: skip
         return tracked.choice.taken
 

@@ -122,7 +122,7 @@ class Engine:
         """Ask for a prompt of which so many chunks are in memory and on disk."""
         return self.policy.choose(
             None, tokens=tokens, local=local, present=memory + disk, in_memory=memory,
-            chunk=CHUNK, chunk_bytes=CHUNK * TOKEN_BYTES, same_step=same_step,
+            leading=memory, chunk=CHUNK, chunk_bytes=CHUNK * TOKEN_BYTES, same_step=same_step,
         ).taken  # fmt: skip
 
 

@@ -252,7 +252,7 @@ def test_a_decision_holds_while_it_is_asked_again(clock: Clock) -> None:
     engine = Engine(clock)
     engine.learn()
     ask = {"tokens": 8192, "local": 0, "present": 32, "in_memory": 0,
-           "chunk": CHUNK, "chunk_bytes": CHUNK * TOKEN_BYTES}  # fmt: skip
+           "leading": 0, "chunk": CHUNK, "chunk_bytes": CHUNK * TOKEN_BYTES}  # fmt: skip
     first = engine.policy.choose(None, **ask)
     assert first.taken == 0
     engine.policy.disk.fit.clear()
@@ -547,6 +547,16 @@ def test_a_declined_hit_opens_nothing_and_is_counted(half: Half) -> None:
     assert half.half.total("hits_declined") == 1
     assert half.half.total("tokens_declined") == 1024
     half.end(request)
+
+
+def test_memory_behind_a_slow_disk_is_no_reason_to_read_that(half: Half) -> None:
+    prefill, disk = half.engine.policy.prefill.fit, half.engine.policy.disk.fit
+    for fit, done in ((prefill, (1, 1024, 0, 0)), (disk, (1, 1 << 20))):
+        fit.clear()
+        fit.restore([(done, 0.1)] * 3)
+    for entry in list(half.bench.cache.pool.slots)[:8]:
+        half.bench.cache.pool.drop(entry)
+    assert half.ask()[1] == 0
 
 
 def test_a_hit_in_memory_is_taken_and_measured(half: Half) -> None:
