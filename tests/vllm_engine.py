@@ -101,7 +101,7 @@ class Engine:
         """Step until the workers have acknowledged all saves, and they are written back."""
         deadline = time.monotonic() + timeout
         while self.core.scheduler.has_requests():
-            self.core.step()
+            self.core.step_fn()
             assert time.monotonic() < deadline, "saves do not end"
         if self.half is not None:
             assert self.half._cache.flush(timeout)
