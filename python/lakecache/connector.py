@@ -122,6 +122,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._workers: list[str] = []
         # Whether this rank's handshake is on its way.
         self._told = False
+        self._growth: StoreGrowth | None = None
         scheduling = role == KVConnectorRole.SCHEDULER
         unstable = unstable_reason(vllm_config)
         self._loaded_groups = kv_cache_config.prefix_cacheable_group_ids
@@ -447,7 +448,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None or self.worker is not None:
             _messages.pass_on(log)
         stats = None if self.scheduler is None else self.scheduler.stats()
-        if stats is not None:
+        if stats is not None and self._growth is not None:
             stats.data.update(self._growth.take())
         return stats
 
@@ -472,7 +473,8 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
             worker.shutdown()
             _drained_workers[worker.name] = worker
             _messages.pass_on(log)
-        scheduler, self.scheduler = self.scheduler, None
+        # Who still has us, as an engine's exception does, must not keep the pool in use.
+        scheduler, self.scheduler, self._growth = self.scheduler, None, None
         if scheduler is not None:
             for name in self._workers:
                 _schedulers.pop(name, None)

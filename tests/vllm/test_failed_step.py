@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,15 @@ import pytest
 from vllm_engine import difference, engine, prompt
 
 STEP_TOKENS = 256
+
+
+def open_files(places: dict[str, str]) -> list[str]:
+    """The files of the store that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(descriptor.readlink()))
+    return [name for name in found if name.startswith(tuple(places.values()))]
 
 
 @pytest.mark.parametrize("failing", [2, 4])
@@ -28,8 +39,12 @@ def test_a_step_that_fails_half_way_is_not_stored(places: dict[str, str], failin
                 raise MemoryError("in the middle of a step")
 
         layers[-1].register_forward_pre_hook(fail)
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError) as failure:
             dying.generate([tokens])
+        assert open_files(places)
+    # The error's frames still have the engine; others must be free to use its directories.
+    assert failure.traceback
+    assert open_files(places) == []
     # The first one fills the gaps, the second one finds what there is.
     for _ in range(2):
         with engine(extra, **settings) as cached:
