@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 from array import array
+from bisect import bisect_left
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,7 +217,7 @@ class SchedulerHalf:
             self._drop_lease(tracked)
         wanted = keys[first * KEY_BYTES :]
         present, in_memory = self._cache.lookup(wanted)
-        leading = self._leading(wanted, in_memory) if in_memory < present else in_memory
+        leading = self._leading(wanted, present, in_memory)
         present = self._choose(tracked, local, present, in_memory, leading)
         if not present:
             return False
@@ -224,19 +225,18 @@ class SchedulerHalf:
         tracked.first = first
         return True
 
-    def _leading(self, keys: bytes, in_memory: int) -> int:
-        """Give how many chunks in memory, of so many in all, come before the first on disk alone:
-        what the GPU held is not put into memory when what follows it is computed.
+    def _leading(self, keys: bytes, present: int, in_memory: int) -> int:
+        """Give how many of the chunks in memory come before the first on disk alone: what the GPU
+        held is not put into memory when what follows it is computed.
         """
-        least, most = 0, in_memory if self.policy is not None else 0
-        middle = most
-        while least < most:
-            if self._cache.lookup(keys[: middle * KEY_BYTES])[1] == middle:
-                least = middle
-            else:
-                most = middle - 1
-            middle = (least + most + 1) // 2
-        return least
+
+        def on_disk(count: int) -> bool:
+            return self._cache.lookup(keys[: count * KEY_BYTES])[1] < count
+
+        # Only the policy needs it, and mostly all of them come first.
+        if self.policy is None or in_memory in (0, present) or not on_disk(in_memory):
+            return in_memory
+        return bisect_left(range(1, in_memory), True, key=on_disk)
 
     def _choose(
         self, tracked: Tracked, local: int, present: int, in_memory: int, leading: int

@@ -380,6 +380,19 @@ def test_what_memory_holds_in_between_is_not_copied_again(bench: Bench) -> None:
     assert bench.leaks() == []
 
 
+@pytest.mark.parametrize("on_disk", [[], [0], [7], [3, 5], [1, 2, 6], range(8)])
+def test_chunks_in_memory_are_counted_up_to_the_first_on_disk_alone(
+    bench: Bench, on_disk: list[int]
+) -> None:
+    bench.store(512)
+    slots = list(bench.cache.pool.slots)
+    for number in on_disk:
+        bench.cache.pool.drop(slots[number])
+    keys = bench.half.keys.chunks(bench.half._track(Request(512)))
+    first = min(on_disk, default=8)
+    assert bench.half._leading(keys, *bench.cache.lookup(keys)) == first
+
+
 def test_what_is_on_disk_does_not_wait_for_room_in_memory(bench: Bench) -> None:
     bench.store(256)
     bench.cache.clear_memory()
