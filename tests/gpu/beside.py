@@ -1,7 +1,8 @@
-"""One engine with `MultiConnector`: beside.py CHECKPOINT FOLDER {lakecache|offloading|none}
+"""One engine with `MultiConnector`: beside.py CHECKPOINT FOLDER {lakecache|offloading}
 
-The name is that of the connector that comes first; `none` runs without any. Prints what two runs of
-some prompts and, behind an emptied GPU, a third one answered, and LakeCache's counters, as JSON.
+The name is that of the connector that comes first. Some prompts are answered twice and, behind an
+emptied GPU, once more. Prints, as JSON, how many tokens of each were cached in each run, how far
+the third answers are from the second ones, and LakeCache's counters.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_engine import Engine, prompt
+from vllm_engine import Engine, difference, prompt
 
 MIB = 1 << 20
 PROMPTS = [prompt(2048 + 10, 600), prompt(768 + 10, 601)]
 
 
-def connectors(folder: Path, first: str) -> dict[str, Any] | None:
+def connectors(folder: Path, first: str) -> dict[str, Any]:
     """The settings of `MultiConnector`."""
-    if first == "none":
-        return None
     lake = {
         "kv_connector": "LakeCacheConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "lakecache.connector",
@@ -48,9 +47,13 @@ def main() -> None:
     engine.forget_gpu()
     runs.append([engine.generate([tokens])[0] for tokens in PROMPTS])
     names = ("stores", "loads", "loads_failed", "stores_failed", "errors")
-    counts = {name: engine.half.total(name) for name in names} if engine.half else {}
-    declined = None if engine.half is None else engine.half.declined
-    print(json.dumps({"runs": runs, "counts": counts, "declined": declined}), flush=True)
+    seen = {
+        "cached": [[answer[2] for answer in answers] for answers in runs],
+        "differences": [difference(*pair) for pair in zip(*runs[1:], strict=True)],
+        "counts": {name: engine.half.total(name) for name in names},
+        "declined": engine.half.declined,
+    }
+    print(json.dumps(seen), flush=True)
     engine.close()
 
 
