@@ -138,6 +138,13 @@ class SchedulerHalf:
                 "LakeCache keeps prompts in chunks of %d tokens in %s",
                 self.chunk, self._config.tiers(disk=self._to_disk),
             )  # fmt: skip
+            if told[0].failure_policy != "recompute":
+                log.warning(
+                    "LakeCache: kv_load_failure_policy is %r, so a request whose load fails is "
+                    'failed by vLLM; set "kv_load_failure_policy": "recompute" (with '
+                    "MultiConnector: beside its name) to have it computed instead.",
+                    told[0].failure_policy,
+                )
 
     def _decline(self, reason: str) -> None:
         self.declined, self.spaces.ranks = reason, None

@@ -166,7 +166,8 @@ class WorkerHalf:
         )
 
     def report_handshake(self, told: Handshake) -> None:
-        """Have the next report say what vLLM does not pass on. There is no pipeline."""
+        """Have the next report carry the handshake, where vLLM does not pass it on."""
+        # By (pipeline rank, tensor rank), as vLLM has it; pipelines are declined.
         self._report.handshakes[0, self._rank] = told
 
     def busy(self) -> bool:

@@ -194,6 +194,7 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self.worker is None:
             return None
+        # Another entry of ours would ask back.
         self._told = not any(
             other.get_handshake_metadata() is not None
             for other in self._others()
@@ -293,14 +294,6 @@ class CacheConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler.declined is None:
             self._workers = [told.worker for told in workers.values()]
             _schedulers.update(dict.fromkeys(self._workers, scheduler))
-            policy = next(iter(workers.values())).failure_policy
-            if policy != "recompute":
-                log.warning(
-                    "LakeCache: kv_load_failure_policy is %r, so a request whose load fails is "
-                    'failed by vLLM; set "kv_load_failure_policy": "recompute" (with '
-                    "MultiConnector: beside its name) to have it computed instead.",
-                    policy,
-                )
         _messages.pass_on(log)
 
     @_guarded(tuple)

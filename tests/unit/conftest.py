@@ -1,7 +1,8 @@
-"""What the tests of the store share."""
+"""What the unit tests share."""
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,3 +15,13 @@ def ram_folder() -> Iterator[Path]:
     """A folder of its own in shared memory."""
     with tempfile.TemporaryDirectory(prefix="lakecache-test-", dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log's records of warnings and errors."""
+    # vLLM's loggers don't propagate, which caplog needs.
+    logger = logging.getLogger("vllm")
+    before, logger.propagate = logger.propagate, True
+    yield caplog
+    logger.propagate = before

@@ -128,6 +128,18 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Bench:
     return Bench(monkeypatch, tmp_path)
 
 
+@pytest.mark.parametrize(("policy", "warned"), [("fail", 1), ("recompute", 0)])
+def test_a_policy_that_fails_requests_is_warned_of(
+    bench: Bench, warnings: pytest.LogCaptureFixture, policy: str, warned: int
+) -> None:
+    told = Handshake(bench.cache.pool_id, bench.part_bytes, "{}", failure_policy=policy)
+    bench.half.handshake({(0, 0): told})
+    assert bench.half.declined is None
+    said = [one.getMessage() for one in warnings.records if one.levelname == "WARNING"]
+    assert len(said) == warned
+    assert all(f"kv_load_failure_policy is {policy!r}" in line for line in said)
+
+
 def test_what_another_one_failed_to_load_is_not_stored(bench: Bench) -> None:
     request = Request(6 * CHUNK)
     bench.half.matched(request, 0)

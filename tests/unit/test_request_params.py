@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
 def hybrid_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> hybrid.Bench:
     fake.pools.clear()
     return hybrid.Bench(monkeypatch, tmp_path, load_policy="always", save_decode=True)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    # vLLM's loggers don't propagate, which caplog needs.
-    logger = logging.getLogger("vllm")
-    before, logger.propagate = logger.propagate, True
-    yield caplog
-    logger.propagate = before
 
 
 def counted(bench: Bench) -> tuple[int, ...]:
