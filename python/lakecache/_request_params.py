@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lakecache._metadata import Tally
     from lakecache._records import Tracked
 
-__all__ = ["LOAD", "STORE", "ParamsReader"]
+__all__ = ["ParamsReader"]
 
 log = logging.getLogger("vllm.lakecache")
 

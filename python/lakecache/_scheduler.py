@@ -98,7 +98,7 @@ class SchedulerHalf:
         self._plan = IDLE
         # Counted since the last report to vLLM, and reported before that.
         self.counts = Tally()
-        self.params = ParamsReader(self.counts)
+        self._params = ParamsReader(self.counts)
         self.loads = Loads(ranks=self.ranks, counts=self.counts)
         self.saves = Saves(
             cache, ranks=self.ranks, num_blocks=kv_cache_config.num_blocks, counts=self.counts,
@@ -283,7 +283,7 @@ class SchedulerHalf:
         if tracked is None:
             tracked = Tracked(request)
             if request.kv_transfer_params is not None:
-                self.params.apply(tracked, request.kv_transfer_params)
+                self._params.apply(tracked, request.kv_transfer_params)
             self._tracked[request.request_id] = tracked
         return tracked
 
