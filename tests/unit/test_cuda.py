@@ -110,16 +110,13 @@ def test_the_pool_is_told_before_the_driver_is_called(monkeypatch: pytest.Monkey
 
 
 def test_a_refusal_is_one_warning_and_nothing_waits(
-    driver: Driver, caplog: pytest.LogCaptureFixture
+    driver: Driver, warnings: pytest.LogCaptureFixture
 ) -> None:
-    import logging
-
-    logging.getLogger("vllm").propagate = True
     driver.refuse_at = BASE + 32 * MIB
     pool = Pool(96 * MIB)
     pool.reserved = 1
     registration = _cuda.HostRegistration(pool)
     assert until(lambda: registration.covers([(BASE, 96 * MIB)]))
-    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert [line.levelname for line in warnings.records] == ["WARNING"]
     registration.close()
     assert driver.registered == {}
