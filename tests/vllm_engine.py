@@ -117,7 +117,7 @@ class Engine:
     def forget_memory(self) -> None:
         """Empty the memory tier, so that only files are left."""
         deadline = time.monotonic() + 10
-        while self.half._cache.lookup(b"") and self.half._cache.clear_memory():
+        while self.half._cache.clear_memory():
             assert time.monotonic() < deadline
 
     def close(self) -> None:
