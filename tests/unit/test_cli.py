@@ -230,6 +230,20 @@ def test_a_forgotten_cache_dir_is_no_empty_store(ram_folder, capsys):
         assert "--cache-dir names the store" in capsys.readouterr().out
 
 
+def test_a_forgotten_ram_dir_is_no_empty_pool(place, tmp_path, capsys):
+    fill(place)
+    other = tmp_path / "other"
+    other.mkdir()
+    elsewhere = [*place[:2], "--ram-dir", str(other)]
+    # The first of them waits until the closed store has let go.
+    for arguments in (["clear", "--yes"], ["stats"]):
+        assert main([*arguments, *elsewhere]) == 0
+        assert f"no pool in {other}; where engines" in capsys.readouterr().out
+    with opened(place):
+        assert main(["stats", *elsewhere]) == 0
+        assert f"cannot be seen in {other}; where engines" in capsys.readouterr().out
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

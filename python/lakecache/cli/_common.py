@@ -10,7 +10,9 @@ from typing import Any
 from lakecache.config import CacheConfig
 from lakecache.errors import ConfigError
 
-__all__ = ["configuration", "no_pool", "print_json", "store_place"]
+__all__ = ["OTHER_RAM_DIR", "configuration", "no_pool", "print_json", "store_place"]
+
+OTHER_RAM_DIR = "where engines have another ram_dir, give it by --ram-dir"
 
 
 def configuration(options: argparse.Namespace, *keys: str) -> CacheConfig:
@@ -41,9 +43,11 @@ def store_place(options: argparse.Namespace) -> CacheConfig:
 
 
 def no_pool(config: CacheConfig) -> str:
-    """Say so; a store with files is another than the one without, and is easily taken for it."""
+    """Say so, and what may be forgotten: the memory of a store with files is not that of the one
+    without, and is looked for in one ram_dir only.
+    """
     if config.cache_dir is not None:
-        return "no pool"
+        return f"no pool in {config.ram_dir}; {OTHER_RAM_DIR}"
     return "no pool without a cache_dir; --cache-dir names the store of engines that have one"
 
 

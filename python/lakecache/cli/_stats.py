@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lakecache.cli._common import no_pool, print_json, store_place
+from lakecache.cli._common import OTHER_RAM_DIR, no_pool, print_json, store_place
 from lakecache.config import CacheConfig, shown_bytes
 
 SUMMARY = "say what a store holds, in memory and on disk"
@@ -102,7 +102,8 @@ def _memory(found: dict[str, Any], config: CacheConfig) -> list[str]:
     pool = found["memory"]
     if pool is None:
         if found["in_use"]:
-            return ["memory: in use by a process whose pool cannot be seen from here"]
+            unseen = f"in use by a process whose pool cannot be seen in {config.ram_dir}"
+            return [f"memory: {unseen}; {OTHER_RAM_DIR}"]
         return [f"memory: {no_pool(config)}"]
     data = pool["file_bytes"] - pool["metadata_bytes"]
     lines = [
