@@ -292,6 +292,16 @@ def test_doctor_warns_of_limits(place, said, monkeypatch):
         assert seen[name][0] == "warning", name
 
 
+def test_doctor_warns_of_a_ram_dir_on_disk(place, said, monkeypatch):
+    from lakecache.cli import _doctor
+
+    assert _doctor._file_system(Path("/proc")) == "proc"
+    assert "ram_dir" not in checks(said("doctor", *place, "--cpu-bytes", "32MiB"))
+    monkeypatch.setattr(_doctor, "_file_system", lambda _: "ext4")
+    status, text = checks(said("doctor", *place, "--cpu-bytes", "32MiB"))["ram_dir"]
+    assert (status, "is on ext4, not on a tmpfs" in text) == ("warning", True)
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [("0.32.0+cpu", "ok"), ("0.32", "ok"), ("0.33.1", "error"), ("0.320", "error")],

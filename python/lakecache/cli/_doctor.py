@@ -26,6 +26,7 @@ OPEN_FILES = 65_536
 HUGE_PAGES_SINCE = (6, 1)
 # The bit of CAP_IPC_LOCK among a process's capabilities.
 IPC_LOCK = 1 << 14
+IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 class Check(NamedTuple):
@@ -90,6 +91,9 @@ def memory(config: CacheConfig) -> Iterator[Check]:
     if not os.access(ram_dir, os.W_OK | os.X_OK):
         found = f"{ram_dir} is not writable for user {os.geteuid()}"
         yield Check("ram_dir", "error", found, "set a ram_dir that this user may write to")
+    if (kind := _file_system(ram_dir)) not in IN_MEMORY:
+        found = f"{ram_dir} is on {kind}, not on a tmpfs: the kernel writes the pool to disk"
+        yield Check("ram_dir", "warning", found, "set a ram_dir on a tmpfs, such as /dev/shm")
     try:
         lacking = _core.pool_lacks(
             str(ram_dir), config.cache_dir, config.cpu_bytes, config.disk_capacity_bytes
@@ -193,6 +197,18 @@ CHECKS: tuple[Callable[[CacheConfig], Iterator[Check]], ...] = (
 def _existing(path: Path) -> Path:
     """The path, or what is there of it: an engine makes the rest."""
     return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that a path is on, as the kernel names it."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == number:
+            return source.split()[0]
+    # Such as btrfs, whose files have other device numbers than their mount.
+    return "another file system"
 
 
 def _may_lock() -> bool:
