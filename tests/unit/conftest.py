@@ -20,7 +20,8 @@ def ram_folder() -> Iterator[Path]:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The log's records of warnings and errors."""
-    # vLLM's loggers don't propagate, which caplog needs.
+    # vLLM's loggers don't propagate, which caplog needs. Set in the test itself it would be too
+    # late: pytest has put its handler on those loggers, too, and would have each record twice.
     logger = logging.getLogger("vllm")
     before, logger.propagate = logger.propagate, True
     yield caplog
