@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,18 @@ def test_a_forgotten_ram_dir_is_no_empty_pool(place, tmp_path, capsys):
     with opened(place):
         assert main(["stats", *elsewhere]) == 0
         assert f"cannot be seen in {other}; where engines" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lakecache", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "python")}
+    ended = subprocess.run(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_version(capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; `arguments` are those after the name."""
     options = _parser().parse_args(arguments)
     try:
-        return COMMANDS[options.command].run(options)
+        status = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever reads has seen enough; what is left must not fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except (LakeCacheError, OSError) as error:
         denied = isinstance(error, OSError) and error.errno in {errno.EACCES, errno.EPERM}
         remedy = "; run it as the user that runs the engine" if denied else ""
