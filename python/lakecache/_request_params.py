@@ -40,41 +40,44 @@ class ParamsReader:
         is none of the two, and parameters that are no mapping, mean that the request is not stored.
         """
         allowed = {STORE: True, LOAD: True}
-        faults: list[str] = []
-        if not isinstance(params, Mapping):
-            allowed[STORE] = False
-            faults.append(f"kv_transfer_params is {reprlib.repr(params)}")
-            params = {}
-        for key, value in params.items():
+        first, faults = None, 0
+        mapping = isinstance(params, Mapping)
+        allowed[STORE] = mapping
+        for key, value in params.items() if mapping else ():
             # Whoever writes it in another way means this one; all other keys are others'.
             if "lakecache" not in str(key).lower():
                 continue
             known = isinstance(key, str) and key in allowed
             allowed[key if known else STORE] &= known and value is True
             if not known or not isinstance(value, bool):
-                faults.append(
-                    f"kv_transfer_params has {reprlib.repr(key)} with value {reprlib.repr(value)}"
-                )
+                first, faults = first or (key, value), faults + 1
         tracked.stores, tracked.loads = allowed[STORE], allowed[LOAD]
         if not tracked.stores:
             self._counts["requests_not_stored"] += 1
         if not tracked.loads:
             self._counts["requests_not_loaded"] += 1
-        if faults:
+        if faults or not mapping:
             self._counts["params_refused"] += 1
-            self._warn(tracked, faults)
+            self._warn(tracked, first, faults, params)
 
-    def _warn(self, tracked: Tracked, faults: list[str]) -> None:
+    def _warn(
+        self, tracked: Tracked, first: tuple[Any, Any] | None, faults: int, params: Any
+    ) -> None:
         now = time.monotonic()
         if self._warned is not None and now - self._warned < WARN_SECONDS:
             self._left_out += 1
             return
-        others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        # Only what is said is put into words: the engine waits, and there may be a million.
+        if first is None:
+            fault = f"is {reprlib.repr(params)}"
+        else:
+            fault = "has {} with value {}".format(*map(reprlib.repr, first))
+        others = f" (and {faults - 1} more)" if faults > 1 else ""
         outcome = ["not stored"] * (not tracked.stores) + ["not loaded"] * (not tracked.loads)
         left_out, self._left_out, self._warned = self._left_out, 0, now
         log.warning(
-            "LakeCache: request %r: %s%s; allowed are %s and %s, each true or false. The request "
-            "is %s.%s",
-            tracked.request.request_id, faults[0], others, STORE, LOAD, " and ".join(outcome),
+            "LakeCache: request %r: kv_transfer_params %s%s; allowed are %s and %s, each true or "
+            "false. The request is %s.%s",
+            tracked.request.request_id, fault, others, STORE, LOAD, " and ".join(outcome),
             f" {left_out} such requests since the last warning." if left_out else "",
         )  # fmt: skip
