@@ -487,11 +487,13 @@ class SchedulerHalf:
         that step computed from them is wrong, and so is what a step launched behind it goes on to.
         """
         self.saves.distrust()
-        for tracked in self._tracked.values():
-            if tracked in self.chunk_saver:
-                self.chunk_saver.start_over(tracked)
-                self.chunk_saver.begin(tracked, 0)
         self.chunk_saver.backlog.clear()
+        for tracked in self._tracked.values():
+            # Without a namespace since a reset, it may have been computed with other weights.
+            if tracked.next_save >= 0 and tracked.space is not None:
+                self.chunk_saver.start_over(tracked)
+                # Not again what is on disk alone: it may be much, of all requests that run.
+                self.chunk_saver.begin(tracked, sys.maxsize)
 
     def finished_tail(
         self,

@@ -162,3 +162,45 @@ def test_what_another_one_failed_to_load_is_not_stored(bench: Bench) -> None:
     assert bench.cache.lookup(keys)[0] == 3
     bench.half.finished(request.request_id)
     assert bench.leaks() == []
+
+
+@pytest.mark.parametrize("weights_change", [False, True])
+def test_what_was_under_way_is_stored_once_it_is_sure(bench: Bench, weights_change: bool) -> None:
+    """Also of a request that has nothing else to store by then, as one that generates."""
+    request = Request(2 * CHUNK)
+    bench.half.matched(request, 0)
+    bench.allocate(request, 0)
+    plan = bench.compute(request, request.num_tokens)
+    assert len(plan.stores) == 2
+    if weights_change:
+        bench.half.reset()
+    bench.half.distrust()
+    bench.acknowledge(plan)
+    assert bench.half.total("stores_failed") == 2
+    plan = bench.compute(request, 1)
+    if weights_change:
+        assert not plan.stores
+        return
+    assert len(plan.stores) == 2
+    bench.acknowledge(plan)
+    keys = bench.half.keys.chunks(bench.half._tracked[request.request_id])
+    assert bench.cache.lookup(keys)[0] == 2
+    bench.half.finished(request.request_id)
+    assert bench.leaks() == []
+
+
+def test_nothing_is_stored_where_looking_anew_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(2 * CHUNK, block_hashes=[bytes([at]) * 32] * 4) for at in (1, 2)]
+    for request in requests:
+        bench.half.matched(request, 0)
+        bench.allocate(request, 0)
+    for request in requests:
+        bench.step(request, request.num_tokens)
+    assert len(bench.half.chunk_saver.backlog.runs) == 2
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.cache, "lookup", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.half.distrust()
+    assert not bench.half.chunk_saver.backlog
