@@ -419,20 +419,26 @@ class Engine(scheduler.Bench):
                 failed += [load.name] if load.failed else []
         some = report if report.stores or report.copied else None
         if some or received:
-            self.connector.update_connector_output(
-                SimpleNamespace(
-                    kv_connector_worker_meta=some,
-                    finished_recving=set(received),
-                    failed_recving=set(failed),
-                    invalid_block_ids=set(),
-                )
-            )
+            self.tell(some, received, failed)
         for name in received:
             if name in self.leaving:
                 self.free(self.leaving.pop(name))
             else:
                 request = next(one for one in self.waiting if one.request_id == name)
                 request.received = name not in failed
+
+    def tell(
+        self, report: WorkerReport | None = None, received: Any = (), failed: Any = (),
+        invalid: Any = (),
+    ) -> None:  # fmt: skip
+        self.connector.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=report,
+                finished_recving=set(received),
+                failed_recving=set(failed),
+                invalid_block_ids=set(invalid),
+            )
+        )
 
     def save(self, report: WorkerReport, job: int, kind: int, entry: int, ids: bytes,
              rank: int) -> None:  # fmt: skip
@@ -518,6 +524,9 @@ class Engine(scheduler.Bench):
             self.now += 3.0
         elif chance < 0.235:
             self.reset()
+        elif chance < 0.25:
+            # Another connector's load failed: what is stored must be right as ever.
+            self.tell(invalid={1})
         else:
             self.step_engine()
         self.check()
