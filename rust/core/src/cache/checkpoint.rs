@@ -78,64 +78,17 @@ impl Inner {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::time::{Duration, Instant};
-
     use super::*;
-    use crate::Namespace;
-    use crate::cache::{CacheOptions, WritePolicy};
-    use crate::io::EngineChoice;
-    use crate::l1::ObjectMeta;
-    use crate::l2::Durability;
-    use crate::pool::Wait;
-
-    const LONG: Duration = Duration::from_secs(20);
+    use crate::cache::testing::{LONG, NAMESPACE, open, put};
 
     fn key(kind: u8, index: u32) -> ObjectKey {
-        ObjectKey::derive(&Namespace([7; 32]), kind, &index.to_le_bytes())
-    }
-
-    fn put(cache: &Cache, key: ObjectKey) {
-        let namespace =
-            cache.namespace(&Namespace([7; 32]), "{}", true, Wait::Within(LONG)).unwrap().unwrap();
-        let meta = ObjectMeta {
-            key,
-            namespace,
-            kind: 0,
-            parent: None,
-            first_token: 0,
-            last_token: 63,
-            ranks: 1,
-            payload_bytes: 4096,
-        };
-        let deadline = Instant::now() + LONG;
-        // The first piece of the pool is reserved in the background.
-        let slot = loop {
-            match cache.reserve(&meta, Wait::Within(LONG)).unwrap() {
-                Some(slot) => break slot,
-                None => assert!(Instant::now() < deadline, "no room for {meta:?}"),
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        };
-        cache.commit(slot).unwrap();
-        assert!(cache.flush(LONG));
+        ObjectKey::derive(&NAMESPACE, kind, &index.to_le_bytes())
     }
 
     #[test]
     fn a_state_counts_only_with_all_its_chunks() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache::open(&CacheOptions {
-            cache_dir: Some(dir.path().join("cache")),
-            ram_dir: dir.path().join("ram"),
-            cpu_bytes: 16 << 20,
-            disk_capacity_bytes: None,
-            shared: true,
-            io_engine: EngineChoice::Pread,
-            checksum: true,
-            durability: Durability::None,
-            write_policy: WritePolicy::WriteThrough,
-            worker: false,
-        })
-        .unwrap();
+        let cache = open(dir.path());
         assert!(cache.wait_scanned(LONG));
         // Two states for each chunk: those of index 0, 1, 2, 3, … need 0, 1, 1, 2, … chunks.
         let chunks: Vec<_> = (0..4).map(|index| key(0, index)).collect();
@@ -159,7 +112,7 @@ mod tests {
         assert_eq!(found(&cache, 1), [at(2, 1, Tier::Memory)]);
         put(&cache, chunks[1]);
         assert_eq!(found(&cache, 2), [at(6, 3, Tier::Memory), at(3, 2, Tier::Memory)]);
-        cache.clear_memory();
+        assert!(cache.clear_memory() > 0);
         assert_eq!(found(&cache, 1), [at(6, 0, Tier::Disk)]);
         assert_eq!(cache.lookup_checkpoints(&[], &[], 2, 1), []);
         cache.close(LONG);

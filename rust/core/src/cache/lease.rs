@@ -512,56 +512,22 @@ fn meta_of(file: &DiskLease) -> ObjectMeta {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::Namespace;
-    use crate::cache::{Cache, CacheOptions};
-    use crate::io::EngineChoice;
-    use crate::l2::Durability;
-
-    const LONG: Duration = Duration::from_secs(20);
+    use crate::cache::testing::{LONG, open, put};
 
     /// Goal: however many objects are read, the engine's thread begins few of the reads itself.
     #[test]
     fn whoever_asks_begins_a_few_reads_and_leaves_the_rest_to_others() {
-        let (disk, ram) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let cache = Cache::open(&CacheOptions {
-            cache_dir: Some(disk.path().to_path_buf()),
-            ram_dir: ram.path().to_path_buf(),
-            cpu_bytes: 64 << 20,
-            disk_capacity_bytes: None,
-            shared: true,
-            io_engine: EngineChoice::Auto,
-            checksum: true,
-            durability: Durability::None,
-            write_policy: WritePolicy::WriteThrough,
-            worker: false,
-        })
-        .unwrap();
-        let wait = Wait::Within(LONG);
-        let namespace = cache.namespace(&Namespace([1; 32]), "{}", true, wait).unwrap().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let cache = open(dir.path());
         let keys: Vec<_> = (0..100).map(|number| ObjectKey([number; 32])).collect();
-        let until = Instant::now() + LONG;
         for &key in &keys {
-            let meta = ObjectMeta {
-                key,
-                namespace,
-                kind: 0,
-                parent: None,
-                first_token: 0,
-                last_token: 0,
-                ranks: 1,
-                payload_bytes: 5000,
-            };
-            // The pool's memory is still being reserved.
-            let slot = std::iter::repeat_with(|| cache.reserve(&meta, wait).unwrap())
-                .take_while(|_| Instant::now() < until)
-                .find_map(|slot| slot)
-                .unwrap();
-            cache.commit(slot).unwrap();
+            put(&cache, key);
         }
-        assert!(cache.flush(LONG) && cache.clear_memory() > 0);
+        let until = Instant::now() + LONG;
+        assert!(cache.clear_memory() > 0);
         let lease = cache.lease(&keys).unwrap();
         while lease.poll().is_none() {
             assert!(Instant::now() < until);

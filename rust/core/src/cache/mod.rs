@@ -10,6 +10,8 @@ mod copy;
 mod lease;
 mod outside;
 mod stats;
+#[cfg(test)]
+mod testing;
 mod writeback;
 
 use std::path::{Path, PathBuf};
