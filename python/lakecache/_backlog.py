@@ -31,9 +31,8 @@ STEP_BYTES = 128 << 20
 PUT_OFF_SECONDS = 2.0
 SHORT_SECONDS = 0.05
 # Attempts in a step that find no room: some hundred microseconds each, where all that is in memory
-# is in use. The first may wait so long for the pool's lock, which a stopped process may hold.
+# is in use.
 FAILURES_PER_STEP = 4
-LOCK_WAIT_SECONDS = 0.001
 
 
 class Run:
@@ -167,7 +166,7 @@ class Backlog:
         failed: set[Tracked] = set()
         for run in self.runs:
             while run and most > 0 and len(failed) < FAILURES_PER_STEP:
-                if self._store(plan, run, wait=0.0 if failed else LOCK_WAIT_SECONDS):
+                if self._store(plan, run, patient=not failed):
                     most -= 1
                     continue
                 if run.first == run.tracked.next_save:
@@ -187,9 +186,10 @@ class Backlog:
             self.drop(tracked)
         return list(late)
 
-    def _store(self, plan: StepPlan, run: Run, *, wait: float) -> bool:
-        """Begin to store the first chunk of a run; False where it has to wait in the backlog. The
-        pool's lock is waited for, `wait` seconds at most.
+    def _store(self, plan: StepPlan, run: Run, *, patient: bool) -> bool:
+        """Begin to store the first chunk of a run; False where it has to wait in the backlog.
+
+        Only who is `patient` waits for the pool's lock, which a stopped process may hold.
         """
         tracked, index = run.tracked, run.first
         keys, space = tracked.keys, tracked.space
@@ -206,7 +206,7 @@ class Backlog:
             space.number, key, KIND_CHUNK,
             keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else None,
             index * self._chunk, (index + 1) * self._chunk - 1,
-            self._saves.ranks, self._chunk_bytes(), wait,
+            self._saves.ranks, self._chunk_bytes(), *(() if patient else (0.0,)),
         )  # fmt: skip
         if slot is not None:
             self._saves.start(plan, KIND_CHUNK, slot, *run.take(), run.step)
